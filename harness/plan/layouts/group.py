@@ -190,14 +190,19 @@ def segment_starts(
     waits = begin + 1 + np.flatnonzero(np.diff(costs.segment[begin:end]))
     found.update(waits[waits < last].tolist())
     if shards_parameters(shard_state):
-        found.update(begin + at for at in unit_starts(costs.weight_bytes[begin:end], cuts, options))
+        weights = costs.weight_bytes[begin:end]
+        units = unit_starts(weights, cuts or None, options, is_freeing=True)
+        found.update(begin + at for at in units)
     return sorted(found)
 
 
-def unit_starts(weights: Floats, cuts: Sequence[int], options: SimulatorOptions) -> list[int]:
+def unit_starts(
+    weights: Floats, cuts: Sequence[int] | None, options: SimulatorOptions, *, is_freeing: bool
+) -> list[int]:
     """Where the units of a stage's sharded parameters begin, as by `sharded_state.plan_units`, by
     bytes of each operator's weights; its segments begin at the cuts."""
-    return [0, *fill(weights.tolist(), options.bucket_bytes, cuts or None)[:-1]]
+    sizes, limit = weights.tolist(), options.bucket_bytes
+    return [0, *fill(sizes, limit, cuts, is_freeing=is_freeing)[:-1]]
 
 
 def active_bytes(

@@ -110,6 +110,7 @@ def price(
         again_s=stages.again_s,
         rings=rings,
         options=options,
+        recomputes=segments > 0,
     )
     pairs, crossing, entering = _crossing(costs, stages.ends)
     nodes = pairs * layout.tp * layout.dp // links.n_each

@@ -85,7 +85,7 @@ class StageState(NamedTuple):
             part of them that computing may hide, in so many rounds, from `first_s` of a backward
             pass on, when its first bucket is full.
         shared: stages with a weight in common, and seconds of its all-reduce.
-        gather_s: all-gathers before the first microbatch or after the optimizer.
+        gather_s: that all-gathers delay the first microbatch, or follow the optimizer.
         owned_bytes: of the weights that the device updates.
         n_bytes: weights, gradients in no bucket on its way, and optimizer state.
     """
@@ -111,12 +111,14 @@ def stage_state(
     again_s: Floats,
     rings: Rings,
     options: SimulatorOptions,
+    recomputes: bool,
 ) -> StageState:
     """Price the training state of the stages that end at some operators.
 
     Args:
         segment_cuts: of each stage into segments, counted from its first operator.
         again_s: by operator, of the forward that its backward repeats.
+        recomputes: whether stages run forward again.
     """
     stages = list(pairwise((0, *ends.tolist())))
     n_rounds = 1
@@ -141,7 +143,20 @@ def stage_state(
     owned = weights if is_whole else weights / rings.n_sharing
     sync_s = rings.every(own * reduced)
     last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = np.zeros(len(stages)) if is_whole else rings.part(own) + tied_s
+    is_freeing = shards_parameters(shard_state)
+    units = [
+        unit_starts(
+            costs.weight_bytes[a:b],
+            cuts if cuts or (recomputes and not is_freeing) else None,
+            options,
+            is_freeing=is_freeing,
+        )
+        for (a, b), cuts in zip(stages, segment_cuts, strict=True)
+    ]
+    gather_s = np.zeros(len(stages))
+    if not is_whole:
+        ahead_s = _ahead_s(stages, units, costs, rings)
+        gather_s = tied_s + (ahead_s if options.sync_every == 1 else rings.part(own))
     if is_whole and reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if not is_whole:
@@ -152,11 +167,7 @@ def stage_state(
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
         gradients = owned if is_sharded else gradients + owned
-    if shards_parameters(shard_state):
-        units = [
-            unit_starts(costs.weight_bytes[a:b], cuts, options)
-            for (a, b), cuts in zip(stages, segment_cuts, strict=True)
-        ]
+    if is_freeing:
         kept = owned + [
             unit_memory(np.add.reduceat(costs.weight_bytes[a:b], starts).tolist())
             for (a, b), starts in zip(stages, units, strict=True)
@@ -182,6 +193,22 @@ def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorO
     n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
     n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
     return float(costs.backward_s[begin:end][::-1][:n].sum())
+
+
+def _ahead_s(
+    stages: list[tuple[int, int]], units: list[list[int]], costs: GroupCosts, rings: Rings
+) -> Floats:
+    """By stage, seconds by which gathers of new weights delay the first forward: each unit is
+    gathered after the one before, and beside its forward."""
+    found = []
+    for (begin, end), starts in zip(stages, units, strict=True):
+        gathered_s = rings.part(np.add.reduceat(costs.weight_bytes[begin:end], starts)).cumsum()
+        forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
+        end_s = 0.0
+        for arrival_s, each_s in zip(gathered_s.tolist(), forward_s.tolist(), strict=True):
+            end_s = max(end_s, arrival_s) + each_s
+        found.append(end_s - float(forward_s.sum()))
+    return np.array(found)
 
 
 def _waits(

@@ -95,8 +95,12 @@ def lower(
     )
     n_rounds = flow.n_microbatches if is_sharded else 1
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
-    units = plan_units(tables, flow, sharing) if shards_parameters(shard_state) else []
-    segment_of = cut_segments(tables, flow, units)
+    is_freeing = shards_parameters(shard_state)
+    # Averaged replicas gather new weights at once, because averages change them too.
+    is_gathered = shard_state != "none" and (is_freeing or simulator.options.sync_every == 1)
+    units = plan_units(tables, flow, sharing, is_freeing=is_freeing) if is_gathered else []
+    freed = units if is_freeing else []
+    segment_of = cut_segments(tables, flow, freed)
     passing = np.zeros((2, len(rows)))
     if tables.costs.knows_saved:
         alive = gradients_passed(tables, flow.n_microbatches, simulator.returns)
@@ -104,7 +108,7 @@ def lower(
     if is_sharded:
         passing += [p.ravel()[rows] for p in passing_bytes(tables, n_rounds)]
     repeats = _recomputes(simulator, flow)[flow.stage_of]
-    if repeats.any() and simulator.options.recomputes_ahead and not units:
+    if repeats.any() and simulator.options.recomputes_ahead and not freed:
         repeats &= ~_stays(flow, segment_of)
     own = row_at, returns, passing, alone.ravel()[rows], segment_of, repeats[rows // n_devices]
     following, position, first, last, gate, peak = _ordered(simulator, tables, flow, rows, *own)
@@ -120,10 +124,11 @@ def lower(
         # Of what the step before has left.
         averages = buckets.end_device[len(triggers) :]
         triggers = np.concatenate([triggers, first[averages]])
-    gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
+    rows_of = row_at, len(rows), following
+    gathers = plan_gathers(tables, flow, units, *rows_of, is_freeing=is_freeing)
     n_summed = flow.n_microbatches // n_rounds
     # Freed weights are gathered once for a unit's second forward and its backward.
-    recomputes_ahead = simulator.options.recomputes_ahead and not (units and segment_of.any())
+    recomputes_ahead = simulator.options.recomputes_ahead and not (freed and segment_of.any())
     seconds = _seconds(
         simulator, tables, rows, is_deferred, n_summed, repeats[rows // n_devices], recomputes_ahead
     )
@@ -161,7 +166,7 @@ def lower(
         last=last,
         peak=peak,
         alone=alone.sum(axis=0),
-        saved=saved_bytes(tables, flow, units, sharing),
+        saved=saved_bytes(tables, flow, freed, sharing),
         gathered=gathers.units,
     )
 

@@ -7,6 +7,8 @@ layouts by the same rules. Sharded parameters are gathered one unit of weights a
     unit 1           |gather|         |--- operators ---|
     unit 2                            |gather|          |--- operators ---|
 
+Weights that are not freed are gathered once a step, from the optimizer of the last one on.
+
 The executor gathers by the same rules (`runtime.executor.sharded.gathers`): a unit stays from its
 first to its last use in an action, and the next one is gathered from then on that it is in use.
 """
@@ -52,16 +54,23 @@ def useful_states(
     return tuple(state for state in known if has_state or not state.startswith("optimizer"))
 
 
-def fill(sizes: Sequence[float], limit: float, cuts: Collection[int] | None = None) -> list[int]:
+def fill(
+    sizes: Sequence[float],
+    limit: float,
+    cuts: Collection[int] | None = None,
+    *,
+    is_freeing: bool = True,
+) -> list[int]:
     """Cut a row of sizes into units, each of which ends with the size that reaches the limit.
 
     Args:
         cuts: where the segments of a stage that runs again begin, in which units end late.
+        is_freeing: units are freed after use, so that no unit may be most of the weights.
 
     Returns:
         One more than the position of each unit's last size.
     """
-    ends, filled, total = [], 0.0, sum(sizes)
+    ends, filled, total = [], 0.0, sum(sizes) if is_freeing else np.inf
     for end, size in enumerate(sizes, 1):
         filled += size
         is_at_cut = cuts is None or end in cuts
@@ -210,8 +219,8 @@ class Gathers(NamedTuple):
     after: list[tuple[int, int]]
 
 
-def plan_units(tables: Tables, flow: Flow, sharing: Sharing) -> list[Unit]:
-    """The units of freed weights, in the order of their first use."""
+def plan_units(tables: Tables, flow: Flow, sharing: Sharing, *, is_freeing: bool) -> list[Unit]:
+    """The units of sharded weights, in the order of their first use."""
     segment_of = dict[int, int]()
     for ops, numbers in _recomputed(tables, flow):
         if any(numbers):
@@ -221,9 +230,11 @@ def plan_units(tables: Tables, flow: Flow, sharing: Sharing) -> list[Unit]:
         slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
     found = []
     for (group, stage), own in slices.items():
-        at = [segment_of.get(members[0]) for members, _ in own]
+        single = None if is_freeing or not flow.recompute[stage] else 0
+        at = [segment_of.get(members[0], single) for members, _ in own]
         cuts = None if at[0] is None else [k for k in range(1, len(at)) if at[k] != at[k - 1]]
-        ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes, cuts)
+        sizes, limit = [n_bytes for _, n_bytes in own], tables.options.bucket_bytes
+        ends = fill(sizes, limit, cuts, is_freeing=is_freeing)
         for start, end in pairwise((0, *ends)):
             users = {op for members, _ in own[start:end] for op in members}
             n_bytes = sum(n for _, n in own[start:end])
@@ -296,9 +307,17 @@ def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit], sharing: Shar
 
 
 def plan_gathers(
-    tables: Tables, flow: Flow, units: Sequence[Unit], row_at: Ints, n_rows: int, following: Ints
+    tables: Tables,
+    flow: Flow,
+    units: Sequence[Unit],
+    row_at: Ints,
+    n_rows: int,
+    following: Ints,
+    *,
+    is_freeing: bool,
 ) -> Gathers:
-    """The all-gathers of a step and the tasks that they wait for and that wait for them."""
+    """The all-gathers of a step and the tasks that they wait for and that wait for them. Weights
+    that are not freed are gathered once, from the last step's optimizer on."""
     from harness.plan.simulate.work import BACKWARD, FORWARD, NONE
 
     preceding = np.full(len(following), NONE, dtype=np.int64)
@@ -311,6 +330,7 @@ def plan_gathers(
     for group, own in by_group.items():
         before: list[int] = []  # first task on each device of the group's last gather
         last: Unit | None = None
+        kept = set[Unit]()
         rank = flow.rank_of[group[0]]
         for kind, microbatch, stage in flow.actions[
             flow.action_ptr[rank] : flow.action_ptr[rank + 1]
@@ -322,7 +342,7 @@ def plan_gathers(
             if not is_forward:
                 here.sort(key=lambda unit: -unit.last)
             for unit in here:
-                if unit == last:
+                if unit == last or unit in kept:
                     continue
                 op = unit.first if is_forward else unit.last
                 first = [
@@ -333,6 +353,9 @@ def plan_gathers(
                 number = len(found.units)
                 found.units.append(unit)
                 found.after.extend((number, task) for task in first)
+                if not is_freeing:
+                    kept.add(unit)
+                    continue
                 earlier = [int(preceding[task]) for task in before]
                 found.triggers.extend((number, task) for task in earlier if task != NONE)
                 before, last = first, unit

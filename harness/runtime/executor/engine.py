@@ -123,8 +123,7 @@ class ExecutorEngine:
         holders = self.holders.within(self._replicas.own)
         held = holders, self.weights, strategy, world.rank, self._sharing, freed
         self.owners = Owners(*held, is_averaging=(is_averaging := self._replicas.n > 1))
-        self.model = self.owners.module(self.weights)
-        self.replica = self._replicas.own
+        self.model, self.replica = self.owners.module(self.weights), self._replicas.own
         given = self.holders, self._replicas, self._sharing, self.owners.own, world, recorder
         self._averages = ReplicaAverages(*given, options, self._groups) if is_averaging else None
         self._gatherer = StateGatherer(
@@ -134,13 +133,14 @@ class ExecutorEngine:
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
         sizes = strategy.microbatch_sizes()
-        self._gathers = WeightGathers(
+        self.gathers = WeightGathers(
             self._units,
             self.owners,
             self._unit_groups,
             lambda microbatch, stage: self._programs[sizes[microbatch]][0].units(stage),
             world,
             self._phases,
+            is_ahead=not is_averaging,
         )
         self._sync = make_sync(
             strategy, {size: program for size, (program, _) in self._programs.items()},
@@ -150,7 +150,7 @@ class ExecutorEngine:
         self._runner = Runner(
             strategy, self._programs, self._channels, self._phases,
             Precision(options.dtype, world.device), self._gradients, self._random, self._stash,
-            self._update_microbatch, self._gathers, prefix.tap,
+            self._update_microbatch, self.gathers, prefix.tap,
         )  # fmt: skip
         own = self._gatherer.own_parameters()
         self._optimizer = make_optimizer(own, options.optimizer, world.device)
@@ -194,7 +194,7 @@ class ExecutorEngine:
         given = self.holders, self._replicas, *held[1:], self._groups, world
         self._gradient_groups = make_groups(*given)
         exchanging = sorted({unit.devices for unit in self._units})
-        self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
+        self._unit_groups = {group: self._groups.for_exchanges(group) for group in exchanging}
         self._channels = Channels(
             world,
             [m for found in messages.values() for m in found],
@@ -203,8 +203,8 @@ class ExecutorEngine:
             sums=sums,
             collectives=collectives,
         )
-        found: dict[int, tuple[Program, Moves]] = {}
         self._gradients.plan_joining(forms[sizes[-1]].layout)
+        found = dict[int, tuple[Program, Moves]]()
         for size, form in forms.items():
             tasks = DeviceTasks(
                 task=self._task,
@@ -234,7 +234,7 @@ class ExecutorEngine:
 
     def evaluate(self, batch: Batch | None) -> Tensor:
         """Run `compute_forward` in evaluation mode, by the weights that replicas agree on."""
-        agreeing = self._averages and self._averages.agreeing(self._gathers.gather_updated)
+        agreeing = self._averages and self._averages.agreeing(self.gathers.gather_updated)
         with agreeing or nullcontext(), evaluating(self._runner.modules()):
             if self._is_evaluation_new:
                 with muted(self._channels):
@@ -285,10 +285,8 @@ class ExecutorEngine:
             if averages is not None:
                 averages.finish(self._phases)
             if not is_muted:
-                self._gathers.gather_updated()
-            self._finish_sends()
-        else:
-            self._finish_sends(self._timetable.n_finished)
+                self.gathers.gather_updated()
+        self._finish_sends(math.inf if self._stash is None else self._timetable.n_finished)
         self._timetable.advance()
         self._random.step += 1
         return self._runner.loss
@@ -312,8 +310,9 @@ class ExecutorEngine:
         self.is_priming_due = False
 
     def flush(self) -> None:
-        """Finish microbatches in flight after asynchronous steps; all ranks must call it. Raises
+        """Finish gathers of new weights, and asynchronous steps; all ranks must call it. Raises
         PeerError if another rank died or hangs."""
+        self.gathers.finish_updated()
         if self._timetable.n_streamed:
             self._runner.run(self._timetable.flush(), [], self._timetable.n_streamed)
             self._finish_sends()
@@ -362,7 +361,7 @@ class ExecutorEngine:
         """Load a whole state, of any strategy or engine; all ranks must call it."""
         self.flush()
         self._gatherer.load(state, self._optimizer)
-        self._gathers.gather_updated()
+        self.gathers.gather_updated()
         self._random.step = state.get("step", self._random.step)
         if self._stash is not None:
             self._stash.updated()
@@ -389,6 +388,7 @@ class ExecutorEngine:
     def close(self) -> None:
         """Destroy its process groups after the last step; all ranks must call it. The garbage
         collector frees its memory, because its objects form reference cycles."""
+        self.gathers.finish_updated()
         self._groups.close()
 
     def verify(self) -> str:

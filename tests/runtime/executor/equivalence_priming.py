@@ -49,7 +49,7 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
     with small_pieces(case), given:
         engine = make_engine(case, world)
     called, prime = Called(engine._channels), engine._prime
-    update, gather = engine._update, engine._gathers.gather_updated
+    update, gather = engine._update, engine.gathers.gather_updated
 
     def primed(*told: Any) -> None:
         prime(*told)
@@ -62,7 +62,7 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
     engine.is_priming_due, engine._prime = True, primed  # type: ignore[method-assign]
     if not case.is_asynchronous:
         engine._update = partial(unseen, update)  # type: ignore[method-assign]
-        engine._gathers.gather_updated = partial(unseen, gather)  # type: ignore[method-assign]
+        engine.gathers.gather_updated = partial(unseen, gather)  # type: ignore[method-assign]
     with called:
         train_step(engine, case, 0)
     return sorted(called.found[False] - called.found[True])

@@ -135,7 +135,7 @@ class Segment:
         runs_always: other devices wait for its backward, within its task or for gradients of its
             weights, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
-        units: numbers of the units of freed weights that it uses.
+        units: numbers of the units of sharded weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
         is_last: whether it is of the last part that its stage runs again, so that it need not where
             its backward follows its forward at once.
@@ -170,7 +170,7 @@ class Program:
     recorded: Mapping[InputKey, Recorded] = field(default_factory=dict)
 
     def units(self, stage: int) -> list[frozenset[int]]:
-        """Numbers of the units of freed weights that each segment of a stage uses."""
+        """Numbers of the units of sharded weights that each segment of a stage uses."""
         return [segment.units for segment in self.stages[stage]]
 
     def modules(self) -> Iterator[fx.GraphModule]:
@@ -187,7 +187,7 @@ class Draft:
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
         waits: whether it waits for other devices: for fetches or within a collective task.
-        units: numbers of the units of freed weights that it uses.
+        units: numbers of the units of sharded weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
         weight_bytes: bytes of the whole weights of its operators.
         recomputed: number of the segment that its stage runs again as a whole.
@@ -228,14 +228,17 @@ def _drafts(
     layout = forms.layout
     drafts: list[Draft] = []
     draft, most_bytes = Draft(), forms.segment_bytes()
-    plans = layout.strategy.operators
+    plans, awaited = layout.strategy.operators, set[int]()
     last = max((n for op, n in forms.recomputed.items() if plans[op].stage == stage), default=0)
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
         is_collective = forms.of[part.operator] == "collective"
         units = forms.units.get((part.operator, device), frozenset())
-        is_next = bool(draft.units) and not units <= draft.units
+        is_next = not units <= draft.units and bool(draft.units)
+        if not forms.freed:  # waited for where they are used first
+            is_next = not (units <= awaited or layout.strategy.stages[stage].recompute)
+            awaited |= units
         recomputed = forms.recomputed.get(part.operator, 0)
         is_next |= recomputed != draft.recomputed
         is_apart = part.operator in layout.captured.apart
@@ -244,7 +247,7 @@ def _drafts(
             drafts.append(draft)
             draft = Draft()
         draft.is_apart, draft.recomputed = is_apart, recomputed
-        draft.is_last = recomputed == last and not forms.units
+        draft.is_last = recomputed == last and not forms.freed
         draft.fetches += missing.values()
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)

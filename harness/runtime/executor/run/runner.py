@@ -121,6 +121,7 @@ class Runner:
             else:
                 self._phases.begin("backward", pass_="weights", stage=stage, microbatch=number)
                 self._gradients.flush(stage, action.microbatch)
+        self._gathers.finish_updated()  # of weights that no segment uses
         self._receives.finish()
         if self._stash is None:
             self._flights.clear()
@@ -194,7 +195,7 @@ class Runner:
             place = stage, position
             for fetch in moves.fetches[place]:
                 self._assemble(flight, fetch, microbatch)
-            self._gathers.before((self._at_action, position))
+            self._gathers.before((self._at_action, position), segment.units)
             is_kept = not self._recompute[stage] or (is_followed and segment.is_last)
             outputs = self._compute(flight, segment, place, is_kept=is_kept)
             outputs = self._gathers.kept(segment.units, outputs)
@@ -297,7 +298,7 @@ class Runner:
         for moment, position in enumerate(reversed(range(len(program.stages[stage])))):
             place = stage, position
             segment = program.stages[stage][position]
-            self._gathers.before((self._at_action, moment))
+            self._gathers.before((self._at_action, moment), segment.units)
             if place in flight.random and segment.is_differentiable:
                 self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
                 self._repeat(flight, segment, place)  # while its gradients are in transit

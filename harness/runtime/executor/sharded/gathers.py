@@ -1,7 +1,8 @@
 """Gather slices of weights from their holders' parts, by messages between the holders.
 
-    rank 0   own rows of a b c --->  rank 1        optimizer, gradients: after the optimizer
-    rank 1   own rows of a b c --->  rank 0        parameters: before each use, then freed
+    rank 0   own rows of a b c --->  rank 1        optimizer, gradients: after the optimizer, beside
+    rank 1   own rows of a b c --->  rank 0        the next forward; parameters: before each use,
+                                                   then freed
 
 Freed slices are gathered in units, one unit ahead:
 
@@ -16,8 +17,9 @@ they gather in one order. A unit that is the last of one action and the first of
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -80,15 +82,17 @@ def plan_visits(
 
 class WeightGathers:
     """Gathers the sharded weights of one rank: freed ones around each use, the others after each
-    update.
+    update, from then on until their first use.
 
     Args:
         plans: all units, equal on all ranks.
         groups: process groups by their devices.
 
+    Attributes:
+        is_ahead: updated units are gathered beside the next forward, equally on all ranks.
+
     Raises:
-        PeerError: in `before` and `gather_updated`, another holder died or hangs; NCCL ends this
-            process instead.
+        PeerError: where it waits, another holder died or hangs; NCCL ends this process instead.
     """
 
     def __init__(
@@ -99,7 +103,10 @@ class WeightGathers:
         needs: Needs,
         world: World,
         phases: Phases,
+        *,
+        is_ahead: bool,
     ) -> None:
+        self.is_ahead = is_ahead
         slices = {one.piece: one for one in owners.shared}
         units = {
             number: WeightUnit(number, plan, slices, groups[plan.devices], world)
@@ -107,7 +114,10 @@ class WeightGathers:
             if world.rank in plan.devices
         }
         self._freed = {number: unit for number, unit in units.items() if unit.plan.is_freed}
-        self._kept = [unit for unit in units.values() if not unit.plan.is_freed]
+        kept = (unit for unit in units.values() if not unit.plan.is_freed)
+        self._kept = sorted(kept, key=lambda unit: unit.plan.is_alike)
+        self._awaited = deque[WeightUnit]()  # updated ones that have not arrived
+        self._has_gathered = False
         self._needs, self._phases = needs, phases
         self._planned: dict[tuple[Action, ...], dict[Group, list[Visit]]] = {}
         self._visits: dict[Group, list[Visit]] = {}
@@ -140,8 +150,13 @@ class WeightGathers:
             unit.start(is_muted=self._is_muted)
             self._n_started[devices] += 1
 
-    def before(self, moment: Moment) -> None:
-        """Wait for the units that a segment uses first, and start to gather the next ones."""
+    def before(self, moment: Moment, used: frozenset[int]) -> None:
+        """Wait for the units that a segment uses first, and start to gather the next ones.
+
+        Args:
+            used: numbers of all units that it uses.
+        """
+        self._finish_updated(lambda unit: unit.number in used)
         for devices, visits in self._visits.items():
             for k, visit in enumerate(visits):
                 if visit.first == moment:
@@ -152,7 +167,8 @@ class WeightGathers:
     def kept(self, units: Iterable[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs of a segment with some units, copied where they are views of weights that
         will be freed."""
-        freed = {one._cdata for number in units for one, _ in self._freed[number].memory}
+        mine = [self._freed[number] for number in units if number in self._freed]
+        freed = {one._cdata for unit in mine for one, _ in unit.memory}
         return tuple(x.clone() if x.untyped_storage()._cdata in freed else x for x in outputs)
 
     def after(self, moment: Moment) -> None:
@@ -163,13 +179,22 @@ class WeightGathers:
                     self._freed[visit.unit].free()
 
     def gather_updated(self) -> None:
-        """Gather the units that are not freed, after the optimizer; all holders must call it."""
-        if not self._kept:
-            return
-        self._phases.begin("communication", name="weights")
-        for k, unit in enumerate(self._kept):
+        """Start to gather the units that are not freed, after the optimizer; all holders must call
+        it. Waits for those that holders use in unlike operators, and the first time for all,
+        because kernels that are loaded then would wait for other ranks' messages."""
+        self._awaited.extend(self._kept)
+        for unit in islice(self._awaited, _MOST_ON_THEIR_WAY):
             unit.start(is_muted=False)
-            if k >= _MOST_ON_THEIR_WAY - 1:
-                self._kept[k - _MOST_ON_THEIR_WAY + 1].finish(self._phases)
-        for unit in self._kept[-_MOST_ON_THEIR_WAY + 1 :]:
-            unit.finish(self._phases)
+        is_ahead, self._has_gathered = self.is_ahead and self._has_gathered, True
+        self._finish_updated(lambda unit: not (is_ahead and unit.plan.is_alike))
+
+    def finish_updated(self) -> None:
+        """Wait for all updated units; all holders must call it."""
+        self._finish_updated(lambda _: True)
+
+    def _finish_updated(self, is_wanted: Callable[[WeightUnit], bool]) -> None:
+        """Wait for updated units, in the order in which all holders start them."""
+        while any(map(is_wanted, self._awaited)):
+            self._awaited.popleft().finish(self._phases)
+            for unit in islice(self._awaited, _MOST_ON_THEIR_WAY - 1, _MOST_ON_THEIR_WAY):
+                unit.start(is_muted=False)

@@ -10,6 +10,7 @@ Between nodes a part goes to one device of each node, which sends it to the othe
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ class UnitPlan:
     Attributes:
         stages: pipeline stages that use them.
         first, last: positions of the first and the last operator that uses one.
+        is_alike: whether all holders use them in the same operators, so that each can wait for them
+            there.
+        is_freed: after each use; only where alike.
     """
 
     devices: Group
@@ -47,6 +51,7 @@ class UnitPlan:
     pieces: tuple[WeightSlice, ...]
     first: int
     last: int
+    is_alike: bool
     is_freed: bool
 
 
@@ -72,8 +77,7 @@ def plan_units(
         if len(group) > 1
     ]
     is_freeing = shards_parameters(strategy.shard_state)
-    # What all holders use in the same operators, so that they can gather it before each use.
-    freed = {piece for piece, _ in shared if is_freeing and holders.is_used_alike(piece)}
+    alike = {piece for piece, _ in shared if holders.is_used_alike(piece)}
     found: list[UnitPlan] = []
     open_units: dict[object, tuple[list[WeightSlice], Group, int, int | None]] = {}
 
@@ -89,7 +93,8 @@ def plan_units(
                 pieces=tuple(pieces),
                 first=min(positions),
                 last=max(positions),
-                is_freed=pieces[0] in freed,
+                is_alike=pieces[0] in alike,
+                is_freed=is_freeing and pieces[0] in alike,
             )
         )
 
@@ -98,23 +103,28 @@ def plan_units(
 
     def kind(piece: WeightSlice, devices: Group) -> object:
         stages = frozenset(use.stage for use in holders.uses(piece))
-        return devices, stages, piece in freed, holders.item_bytes(piece)
+        return devices, stages, piece in alike, holders.item_bytes(piece)
 
     totals = Counter[object]()
     for piece, devices in shared:
         totals[kind(piece, devices)] += holders.n_bytes(piece)
     for piece, devices in sorted(shared, key=first_use):
         key = kind(piece, devices)
-        segment = segments.get(first_use((piece, devices))) if piece in freed else None
+        # Units that are not freed end with segments only, and never in a stage of a single one.
+        stages = {use.stage for use in holders.uses(piece)}
+        is_cut = is_freeing or not any(strategy.stages[stage].recompute for stage in stages)
+        number = segments.get(first_use((piece, devices)), None if is_cut else 0)
+        segment = number if piece in alike else None
         pieces, _, n_bytes, last = open_units.get(key, ([], devices, 0, None))
         is_at_cut = segment is None or segment != last
-        if pieces and is_full(n_bytes, unit_bytes, totals[key], is_at_cut=is_at_cut):
+        total = totals[key] if is_freeing else math.inf
+        if pieces and is_full(n_bytes, unit_bytes, total, is_at_cut=is_at_cut):
             close(key)
             pieces, n_bytes = [], 0
         open_units[key] = [*pieces, piece], devices, n_bytes + holders.n_bytes(piece), segment
     for left in list(open_units):
         close(left)
-    return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))
+    return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_alike))
 
 
 def warn_if_unsharded(holders: Holders, strategy: Strategy, sharing: Sharing) -> None:

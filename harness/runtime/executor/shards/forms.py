@@ -59,6 +59,7 @@ class Forms:
     is_compiled: bool
     recomputed: dict[str, int]
     units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+    freed: set[int] = field(default_factory=set)
 
     @property
     def recomputed_at(self) -> dict[int, int]:
@@ -66,10 +67,11 @@ class Forms:
         return {self.layout.position[name]: number for name, number in self.recomputed.items()}
 
     def find_units(self, plans: Sequence[UnitPlan]) -> None:
-        """Set `units` from the plans of all units."""
+        """Set `units`, and those that are `freed`, from the plans of all units."""
+        self.freed.update(number for number, plan in enumerate(plans) if plan.is_freed)
         names = {self.layout.position[name]: name for name in self.of}
         for number, plan in enumerate(plans):
-            for piece in plan.pieces if plan.is_freed else ():
+            for piece in plan.pieces if plan.is_alike else ():
                 uses = self.holders.uses(piece)
                 for use in (use for use in uses if use.device in plan.devices):
                     key = names[use.position], use.device

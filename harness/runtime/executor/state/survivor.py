@@ -31,6 +31,7 @@ class Survivor:
     """
 
     def __init__(self, engine: ExecutorEngine, world: World) -> None:
+        engine.gathers.is_ahead = False  # else a lost rank's weights could be on their way
         self._held, self._world = engine.held_state(), world
         self._held.optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
         self._held.optimizer.register_step_post_hook(lambda *_: self._note(done=True))
