@@ -286,7 +286,11 @@ def _source_line(args: argparse.Namespace, profile: Profile) -> str:
     """Where the operators' times come from."""
     source = profile.provenance.get("source", "")
     if source != "measured":
-        words = {"": "of unknown source", ROOFLINE: "estimated from --rates"}.get(source, source)
+        words = {
+            "": "of unknown source",
+            ROOFLINE: "estimated from --rates",
+            FROM_FLOPS: f"{FROM_FLOPS} and {args.dtype or 'fp32'} matmul rates",
+        }.get(source, source)
         sizes = [f"{flag} {size}" for flag, size in size_flags(args).items()]
         if args.dlrm_tables is not None:
             dlrm = _dlrm_sizes(args)

@@ -185,20 +185,21 @@ def estimate_profile(graph: Graph, cluster: Cluster, dtype: str = "fp32") -> Pro
     """FLOPs over the matmul rate, for every operator on every kind of device of the cluster.
 
     Args:
-        dtype: of training; a device that has no rate of it counts by its highest rate.
+        dtype: of the rate, as a cluster file names it.
 
     Raises:
-        PlanError: a kind of device has no matmul rate.
+        PlanError: a kind of device has no matmul rate of the dtype.
     """
     rates: dict[str, DeviceRates] = {}
     for device in cluster.devices:
-        known = device.flops_per_s
-        rate = known.get(dtype) or max(known.values(), default=0.0)
+        rate = device.flops_per_s.get(dtype, 0.0)
         if rate <= 0:
+            known = " and ".join(device.flops_per_s) or "no dtype"
             raise PlanError(
-                f"nothing says how fast {device.kind!r} runs {graph.name!r}: give --profile "
-                f"(`./entry.sh profile --model {graph.name}` writes one), --rates, or write "
-                f"flops_per_s of device {device.name} into the cluster file"
+                f"nothing says how fast {device.kind!r} runs {graph.name!r} in {dtype}: "
+                f"flops_per_s of device {device.name} in the cluster file has {known}; give "
+                f"--profile (`./entry.sh profile --model {graph.name}` writes one), --rates, "
+                f"another --dtype, or write the {dtype} rate into the cluster file"
             )
         own = DeviceRates(flops_per_s=rate, memory_bytes_per_s=math.inf, launch_s=0.0)
         rates.setdefault(device.kind, own)

@@ -172,11 +172,15 @@ def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(tmp_path, printed
     files = ("--graph", tmp_path / "g.json", "--cluster", tmp_path / "c.json")
     words = ("search --cost pipedream --json", *files)
     refused(*words)  # neither profile nor model nor rate
-    cluster["nodes"][0]["devices"][0]["flops_per_s"] = {"fp32": 1e12, "bf16": 4e12}
+    cluster["nodes"][0]["devices"][0]["flops_per_s"] = {"bf16": 4e12, "fp32": 1e12}
     (tmp_path / "c.json").write_text(json.dumps(cluster))
-    for flags, step_s in ((), 3e-3), (("--dtype", "bf16"), 0.75e-3):
-        found = json.loads(printed(*words, *flags).out)
-        assert found["predicted_step_s"] == pytest.approx(step_s)
+    told = printed(*words)
+    assert json.loads(told.out)["predicted_step_s"] == pytest.approx(3e-3)
+    assert "estimated from FLOPs and fp32 matmul rates" in told.err
+    bf16 = printed(*words, "--dtype bf16")
+    assert json.loads(bf16.out)["predicted_step_s"] == pytest.approx(0.75e-3)
+    said = refused(*words, "--dtype fp16")
+    assert "'g' in fp16: flops_per_s of device node0:0 in the cluster file has bf16 and fp32" in said
 
 
 HARDWARE = (
