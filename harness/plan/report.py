@@ -150,7 +150,7 @@ def _plans(result: PlanResult) -> list[str]:
         row(other.name, other.step_s, one_line(other.note, _LONGEST_NOTE))
         for other in result.runners_up
     ]
-    return table(["plan", "step", "times best", "note"], rows)
+    return table(["plan", "predicted step", "times this plan", "note"], rows)
 
 
 def memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
