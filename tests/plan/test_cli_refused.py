@@ -180,7 +180,9 @@ def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(tmp_path, printed
     bf16 = printed(*words, "--dtype bf16")
     assert json.loads(bf16.out)["predicted_step_s"] == pytest.approx(0.75e-3)
     said = refused(*words, "--dtype fp16")
-    assert "'g' in fp16: flops_per_s of device node0:0 in the cluster file has bf16 and fp32" in said
+    assert (
+        "'g' in fp16: flops_per_s of device node0:0 in the cluster file has bf16 and fp32" in said
+    )
 
 
 HARDWARE = (

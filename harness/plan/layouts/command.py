@@ -1,4 +1,4 @@
-"""`python -m harness.plan predict`: the step of one layout, without a search."""
+"""`python -m harness.plan predict`: the step of a layout or a strategy, without a search."""
 
 import argparse
 from dataclasses import replace
@@ -11,11 +11,12 @@ from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
 from harness.domain.fingerprint import fingerprint
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.shard_state import SHARD_STATES
-from harness.errors import ConfigError
+from harness.domain.strategy import Strategy, check_fresh, validate
+from harness.errors import ConfigError, naming
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from
-from harness.plan.flags import SHARD_STATE, add_cluster, add_model
-from harness.plan.layouts.degrees import parse_layout, profiled_layout
+from harness.plan.flags import SHARD_STATE, add_cluster, add_model, flag_of
+from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
 from harness.plan.portfolio import options_of
 from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
@@ -26,28 +27,40 @@ from harness.units import format_count, format_duration, format_number
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.description = "Predict a step of tensor x data x pipeline parallel; write its strategy."
-    parser.add_argument(
+    parser.description = (
+        "Predict a step of tensor x data x pipeline parallel, and write its strategy; or predict a "
+        "strategy's file."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--layout",
-        required=True,
         metavar="tp=T,dp=D,pp=P",
         help="degrees, 1 if not named; cuts=6-12 begins stages at these operators, shares=2-1 "
         "gives replicas samples in proportion, devices=0-1-4-5 names devices, parts of a layer "
         "first, then replicas, then stages",
     )
-    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="default: 1")
+    what.add_argument(
+        "--strategy",
+        dest="start",
+        type=Path,
+        metavar="FILE",
+        help="a strategy that search wrote or that train takes, at its own batch",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="default: of one, two and four for each device the fastest; 1 in one stage",
+    )
     names = [name for name in SCHEDULE_NAMES if name != "interleaved"]  # a device has one stage
-    parser.add_argument("--schedule", choices=names, default="1f1b", help="default: 1f1b")
+    parser.add_argument("--schedule", choices=names, help="default: 1f1b")
     parser.add_argument(
         "--recompute",
         choices=["none", "stages", "segments", "layers"],
-        default="none",
         help="forward again before backward: a stage at once, by the segments that need the least "
         "memory, or layer by layer, as the executor does not (default: none)",
     )
-    parser.add_argument(
-        "--shard-state", choices=SHARD_STATES, default="none", help=f"{SHARD_STATE}; default: none"
-    )
+    parser.add_argument("--shard-state", choices=SHARD_STATES, help=f"{SHARD_STATE}; default: none")
     parser.add_argument(
         "--no-overlap", action="store_true", help="gradients are synchronised after backward"
     )
@@ -58,25 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
-    parser.set_defaults(
-        cost="simulator", search_budget=None, search_seconds=None, start=None, seed=0
-    )
+    parser.set_defaults(cost="simulator", search_budget=None, search_seconds=None, seed=0)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict the step of one layout, without a search.
+    """Predict the step of one layout or strategy, without a search.
 
     Raises:
-        HarnessError: a file is missing or malformed, or the layout suits neither model nor cluster.
+        HarnessError: a file is missing or malformed, or the layout or strategy suits neither model
+            nor cluster.
     """
     check_output(args.output)
-    if args.microbatches < 1:
-        raise ConfigError(f"--microbatches {args.microbatches} must be above 0")
-    layout = parse_layout(args.layout)
+    _check(args)
     request = request_from(args)
     graph, profile = request.model()
-    if request.batch is None:
+    batch = request.batch if request.start is None else request.start.batch
+    if batch is None:
         raise ConfigError("the graph does not say its batch: give --batch-size B, samples per step")
+    if graph.batch is None:  # its numbers are for a whole minibatch, as search takes them
+        graph = msgspec.structs.replace(graph, batch=batch)
     options = replace(
         options_of(profile, request.cluster, request.reduce_dtype),
         overlap=not args.no_overlap,
@@ -86,21 +99,27 @@ def run(args: argparse.Namespace) -> None:
     simulator = Simulator(
         graph, profile, request.cluster, options=options, memory_bytes=request.memory_bytes
     )
-    strategy = profiled_layout(
-        layout, simulator, request.batch, n_microbatches=args.microbatches, schedule=args.schedule
-    )
-    if args.recompute != "none":
-        n_segments = MOST_OF_STAGE if args.recompute == "segments" else 1
-        strategy = with_recomputation(strategy, graph, n_segments)
+    if request.start is None:
+        strategy = _strategy_of_layout(args, simulator, batch)
+    else:
+        strategy = request.start
+        if args.batch_size not in (None, batch):
+            raise ConfigError(
+                f"--batch-size {args.batch_size}: {args.start} has a batch of {batch}: leave the "
+                "flag out, or search with it"
+            )
+        with naming(args.start):
+            check_fresh(strategy, graph, request.cluster)
+            validate(strategy, graph, request.cluster)
     made_for = fingerprint(graph, request.cluster, profile)
-    strategy = msgspec.structs.replace(strategy, shard_state=args.shard_state, made_for=made_for)
+    strategy = msgspec.structs.replace(strategy, made_for=made_for)
     simulation = simulator.simulate(strategy)
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())
     samples_per_s = strategy.batch / simulation.step_s
     if args.json:
         found = {
-            "layout": layout.name,
+            "layout": strategy.name,
             "step_s": simulation.step_s,
             "samples_per_s": samples_per_s,
             "fits": simulation.fits,
@@ -109,13 +128,42 @@ def run(args: argparse.Namespace) -> None:
         }
         print(msgspec.json.encode(found).decode())
         return
+    flow = format_count(strategy.n_microbatches, "microbatch")
     fits = "" if simulation.fits else "; it does not fit into memory"
     print(
-        f"{layout.name}: {format_duration(simulation.step_s)} per step of "
-        f"{format_count(strategy.batch, 'sample')}, "
+        f"{strategy.name}: {format_duration(simulation.step_s)} per step of "
+        f"{format_count(strategy.batch, 'sample')} in {flow}, "
         f"{format_number(samples_per_s)} samples/s{fits}",
         *(f"  {line}" for line in explain(simulation)),
         "",
         *memory_lines(simulation.memory_bytes),
         sep="\n",
     )
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.microbatches is not None and args.microbatches < 1:
+        raise ConfigError(f"--microbatches {args.microbatches} must be above 0")
+    if args.start is None:
+        return
+    for name in ("microbatches", "schedule", "recompute", "shard_state"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"{flag_of(name)} goes with --layout: a strategy's file says its own, so edit "
+                f"{args.start}"
+            )
+
+
+def _strategy_of_layout(args: argparse.Namespace, simulator: Simulator, batch: int) -> Strategy:
+    layout = parse_layout(args.layout)
+    given = [args.microbatches] if args.microbatches else microbatches_of(layout, simulator, batch)
+    schedule = args.schedule or "1f1b"
+    found = [
+        profiled_layout(layout, simulator, batch, n_microbatches=n, schedule=schedule)
+        for n in given
+    ]
+    if args.recompute not in (None, "none"):
+        n_segments = MOST_OF_STAGE if args.recompute == "segments" else 1
+        found = [with_recomputation(one, simulator.graph, n_segments) for one in found]
+    state = args.shard_state or "none"
+    return simulator.fastest([msgspec.structs.replace(one, shard_state=state) for one in found])

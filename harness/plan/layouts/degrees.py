@@ -24,6 +24,7 @@ from harness.errors import StrategyError
 from harness.inputs import find_int, find_ints, shorten
 from harness.plan import builders
 from harness.plan.bottleneck import balance
+from harness.plan.search.space import usual_microbatches
 from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
 
 _MOST_DEGREE = 4096
@@ -165,6 +166,15 @@ def layout_strategy(
         schedule=schedule,
         stages=[Stage() for _ in range(layout.pp)],
     )
+
+
+def microbatches_of(layout: ParallelLayout, simulator: Simulator, batch: int) -> list[int]:
+    """Numbers of microbatches to choose from where nobody names one: the usual ones that have a
+    sample for each replica; one where there is one stage."""
+    if layout.pp == 1:
+        return [1]
+    usual = usual_microbatches(simulator, batch)
+    return [n for n in usual if batch // n >= layout.dp] or [max(1, batch // layout.dp)]
 
 
 def profiled_layout(

@@ -25,7 +25,7 @@ from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
-from harness.plan.layouts.degrees import parse_layout, profiled_layout
+from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
 from harness.plan.replicas import with_copies
 from harness.plan.search.space import (
     balanced_pipeline,
@@ -138,14 +138,9 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
 def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
     if case.microbatches:
         return [case.microbatches]
-    n_replicas = 1
     if is_layout(case.strategy):
-        layout = parse_layout(case.strategy)
-        n_replicas = layout.dp
-        if layout.pp == 1:
-            return [1]
-    usual = usual_microbatches(simulator, case.batch)
-    return [n for n in usual if case.batch // n >= n_replicas] or [case.batch // n_replicas]
+        return microbatches_of(parse_layout(case.strategy), simulator, case.batch)
+    return usual_microbatches(simulator, case.batch) or [case.batch]
 
 
 def _pipeline(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:

@@ -232,6 +232,47 @@ def test_2048_devices_are_planned_by_a_few_classes(tmp_path, printed):
     assert devices == set(range(2048))
 
 
+@pytest.fixture
+def files(tmp_path):
+    """Flags of a model's and a cluster's files."""
+    graph, profile = chain()
+    (tmp_path / "profile.json").write_bytes(profile.to_json())
+    (tmp_path / "profile.graph.json").write_bytes(graph.to_json())
+    (tmp_path / "cluster.json").write_bytes(cluster().to_json())
+    return ("--profile", tmp_path / "profile.json", "--cluster", tmp_path / "cluster.json")
+
+
+def test_a_layout_gets_the_fastest_usual_number_of_microbatches(files, printed):
+    said = [
+        json.loads(printed("predict --layout pp=4 --json", *files, flags).out)
+        for flags in ("", "--microbatches 4", "--microbatches 8", "--microbatches 16")
+    ]
+    assert said[0] == min(said[1:], key=lambda one: one["step_s"])
+    n = said[0]["strategy"]["n_microbatches"]
+    assert f" per step in {n} microbatches, " in printed("predict --layout pp=4", *files).out
+
+
+def test_a_strategy_file_is_predicted_as_the_layout_that_wrote_it(
+    files, printed, refused, tmp_path
+):
+    plan = tmp_path / "plan.json"
+    own = json.loads(printed("predict --layout dp=2,pp=2 --json --output", plan, *files).out)
+    assert json.loads(printed("predict --json --strategy", plan, *files).out) == own
+    wide = json.loads(plan.read_text()) | {"made_for": {}}
+    wide["operators"]["l0"]["devices"] = [0, 9]
+    (tmp_path / "wide.json").write_text(json.dumps(wide))
+    assert f"{tmp_path / 'wide.json'}: " in refused(
+        "predict --strategy", tmp_path / "wide.json", *files
+    )
+    for flags, message in (
+        ("--batch-size 8", f"--batch-size 8: {plan} has a batch of 16: leave the flag out"),
+        ("--microbatches 2", "--microbatches goes with --layout"),
+        ("--layout pp=2", "not allowed with argument"),
+    ):
+        assert message in refused("predict --strategy", plan, *files, flags)
+    assert "--layout --strategy is required" in refused("predict", *files)
+
+
 def test_unlike_nodes_are_refused():
     other = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=1).nodes[0]
     renamed = Cluster(nodes=[cluster().nodes[1], other], links=[])
