@@ -9,7 +9,7 @@ import msgspec
 
 from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
 from harness.domain.fingerprint import fingerprint
-from harness.domain.schedule import SCHEDULE_NAMES
+from harness.domain.schedule import SCHEDULE_NAMES, ScheduleName
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import ConfigError, naming
@@ -157,7 +157,7 @@ def _check(args: argparse.Namespace) -> None:
 def _strategy_of_layout(args: argparse.Namespace, simulator: Simulator, batch: int) -> Strategy:
     layout = parse_layout(args.layout)
     given = [args.microbatches] if args.microbatches else microbatches_of(layout, simulator, batch)
-    schedule = args.schedule or "1f1b"
+    schedule: ScheduleName = args.schedule or "1f1b"
     found = [
         profiled_layout(layout, simulator, batch, n_microbatches=n, schedule=schedule)
         for n in given
