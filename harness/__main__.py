@@ -91,7 +91,7 @@ def _print_tables(runs: list[Any]) -> None:
 def _print_advice(results: Path, config: Any) -> None:
     """Say which machines to use, from the files that the comparison has measured."""
     words = ["advise", str(results), "--model", config.model, "--dtype", config.dtype]
-    words += ["--batch-size", str(config.batch), "--optimizer", "momentum"]
+    words += ["--batch-size", str(config.batch)]
     print("\nwhich machines to use (python -m harness.plan advise):", flush=True)
     command = [sys.executable, "-m", "harness.plan", *words]
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)

@@ -50,6 +50,9 @@ _IN_MICROBATCHES = re.compile(
 )
 
 
+_MOMENTUM = 0.9  # the default of train
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
@@ -84,9 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--optimizer",
-        choices=list(OPTIMIZER_STEPS),
-        default="momentum",
-        help="its state needs memory and its step needs time (default: %(default)s)",
+        choices=[name for name in OPTIMIZER_STEPS if name != "momentum"],
+        default="sgd",
+        help="of train; its state needs memory and its step needs time (default: %(default)s)",
+    )
+    how.add_argument(
+        "--momentum",
+        type=float,
+        default=_MOMENTUM,
+        metavar="M",
+        help="of sgd, as of train; 0 keeps no state (default: %(default)s)",
     )
     how.add_argument(
         "--no-overlap",
@@ -199,6 +209,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.per_device_batch is not None and args.per_device_batch < 1:
         raise ConfigError(f"--per-device-batch {args.per_device_batch} must be above 0")
+    if not args.momentum >= 0:
+        raise ConfigError(f"--momentum {args.momentum:g} must be at least 0")
     unknown = [name for name in args.strategies if name not in FAMILIES]
     if unknown:
         raise ConfigError(f"--strategies {unknown[0]} is unknown: use {', '.join(FAMILIES)}")
@@ -221,7 +233,7 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         per_device_batch=args.per_device_batch,
         memory_bytes=request.memory_bytes,
         families=tuple(args.strategies),
-        optimizer=args.optimizer,
+        optimizer=_optimizer_step(args),
         overlap=not args.no_overlap,
         reduce_dtype=request.reduce_dtype,
         known=known,
@@ -249,6 +261,11 @@ def _known_plan(
     return None, False
 
 
+def _optimizer_step(args: argparse.Namespace) -> str:
+    """One of OPTIMIZER_STEPS."""
+    return "momentum" if args.optimizer == "sgd" and args.momentum > 0 else args.optimizer
+
+
 def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     """The command that trains by the best strategy on its machines alone."""
     best = advice.best
@@ -258,7 +275,8 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
     words += [str(word) for pair in size_flags(args).items() for word in pair]
-    words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[args.optimizer].flags]
+    words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[_optimizer_step(args)].flags]
+    words += ["--momentum", f"{args.momentum:g}"] if args.momentum not in (0, _MOMENTUM) else []
     for flag in ("dtype", "reduce_dtype"):
         words += [flag_of(flag), value] if (value := getattr(args, flag)) else []
     if args.results not in (None, Path("results")):  # where train finds the measurements

@@ -372,6 +372,24 @@ def test_the_command_reads_a_results_directory(results, printed):
     assert json.loads(plan.read_text())["name"] == "single"
 
 
+@pytest.mark.parametrize(
+    ("flags", "n_states", "trained"),
+    [
+        ("", 1, "--batch-size 16 --results"),
+        ("--momentum 0.5", 1, "--batch-size 16 --momentum 0.5 --results"),
+        ("--momentum 0", 0, "--batch-size 16 --momentum 0 --results"),
+        ("--optimizer adamw", 2, "--batch-size 16 --optimizer adamw --results"),
+    ],
+)
+def test_optimizers_have_the_names_of_training(results, printed, flags, n_states, trained):
+    words = ("advise", results, "--batch-size 16 --strategies single", flags)
+    assert trained in printed(*words).out
+    found = json.loads(printed(*words, "--json").out)
+    # Parameters, gradients, states.
+    static = 4 * N_PARAMETERS * (2 + n_states)
+    assert static < found["sets"][0]["memory_bytes"] < static + 4 * N_PARAMETERS
+
+
 def test_strategies_of_one_device_do_not_say_that_others_do_not_fit(results, printed):
     said = printed("advise", results, "--batch-size 16 --strategies single").out
     assert "too, no strategy of --strategies fits." in said
@@ -395,6 +413,8 @@ def test_the_comparison_ends_in_advice(results, capfd):
     ("flags", "message"),
     [
         ("--batch-size 4 --per-device-batch 2", "give one of them"),
+        ("--optimizer momentum", "invalid choice: 'momentum' (choose from 'sgd', 'adamw')"),
+        ("--momentum -1", "--momentum -1 must be at least 0"),
         ("--strategies dpd", "--strategies dpd is unknown: use single, ddp"),
         ("--model vgg16 --per-device-batch 0", "must be above 0"),
         ("--memory 1MB --strategies ddp", "fits on no set of these machines"),
