@@ -169,12 +169,13 @@ class AdviceRequest:
         return self.batch
 
     def known_on(self, cluster: Cluster) -> Strategy | None:
-        """The known plan if it is of this cluster, profile and batch, and may be used."""
+        """The known plan if it is of this cluster, profile and batch, uses every node, and may be
+        used."""
         known, batch = self.known, self.batch_on(cluster.n_devices)
         if known is None or "searched" not in self.families:
             return None
         is_right = known.batch == batch and is_by(known.made_for, cluster, self.profile)
-        return known if is_right and (self.is_tried or _uses_all_nodes(known, cluster)) else None
+        return known if is_right and _uses_all_nodes(known, cluster) else None
 
     def simulator(self, cluster: Cluster) -> Simulator:
         options = options_of(self.profile, cluster, self.reduce_dtype)
@@ -210,8 +211,8 @@ class Priced:
 
 
 def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) -> Priced | None:
-    """The fastest strategy that fits and uses every node, or the one that trial steps chose; None
-    without one.
+    """The fastest strategy that fits and uses every node, or of those the one that trial steps
+    chose; None without one.
 
     Args:
         search_s: wall seconds to search in beyond the standard strategies; 0 does not search.
