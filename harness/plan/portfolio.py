@@ -6,7 +6,8 @@ unless `seconds` or an interrupt ends the search.
 """
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -106,12 +107,14 @@ def search_portfolio(
     *,
     options: SimulatorOptions | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Searched:
     """Search, and keep the best plans of each search.
 
     Args:
         options: what the simulator assumes of the engine; by default derived from the profile.
         exhaustive_up_to: largest space that is enumerated; 0 leaves it to the other searches.
+        clock: by which the request's seconds pass.
 
     Raises:
         PlanError: nothing fits, no operator takes time, or the request lacks graph or profile.
@@ -133,7 +136,9 @@ def search_portfolio(
     _check_times(simulator, batch)
     if request.start is not None:
         _check_start(request.start, simulator, batch)
-    objective = Objective(simulator, seconds=request.seconds, progress=request.progress)
+    objective = Objective(
+        simulator, seconds=request.seconds, clock=clock, progress=request.progress
+    )
     standards: list[Simulation] = []
     interrupted = False
     try:

@@ -46,7 +46,7 @@ _CHEAPER_SUMS: dict[str, dict[str, Any]] = {
 }
 
 # Of the time, left after pricing the sets, and after searching.
-_SHARES_LEFT = (0.65, 0.55)
+_SHARES_LEFT = (0.65, 0.4)
 
 Progress = Callable[[int, int], None]
 
@@ -207,14 +207,16 @@ class Adviser:
         if "searched" not in self.request.families:
             return sets
         if not sets:
-            found = price(self.request, self.cluster, search_s=self._share_left() * self.seconds)
+            found = price(
+                self.request, self.cluster, search_cpu_s=self._share_left() * self.seconds
+            )
             return [] if found is None else [found]
         chosen = sets[:_N_SEARCHED]
         most = max(one.cluster.n_devices for one in sets)
         chosen += [one for one in sets[_N_SEARCHED:] if one.cluster.n_devices == most]
         each_s = max(0.2, (self._share_left() - _SHARES_LEFT[1]) * self.seconds / len(chosen))
         searched = {
-            id(one): price(self.request, one.cluster, search_s=each_s) or one for one in chosen
+            id(one): price(self.request, one.cluster, search_cpu_s=each_s) or one for one in chosen
         }
         return _ranked([searched.get(id(one), one) for one in sets])
 

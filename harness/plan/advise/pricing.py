@@ -13,6 +13,7 @@ These are in a TOML file beside the hostfile, such as `hosts/tesla.toml`:
 from __future__ import annotations
 
 import math
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ def find_prices(names: Iterable[str], hosts: Path = HOSTS) -> Prices | None:
     return None
 
 
+# Of each search, which ends by them and not by time where it can, so that equal calls are alike.
+_N_PROPOSALS = 300
 _MOST_ACCUMULATED = 64
 _MOST_BATCH = 2**20
 
@@ -210,12 +213,12 @@ class Priced:
         return [node.name for node in self.cluster.nodes]
 
 
-def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) -> Priced | None:
+def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0) -> Priced | None:
     """The fastest strategy that fits and uses every node, or of those the one that trial steps
     chose; None without one.
 
     Args:
-        search_s: wall seconds to search in beyond the standard strategies; 0 does not search.
+        search_cpu_s: most processor seconds in which to search, too; 0 does not search.
     """
     batch = request.batch_on(cluster.n_devices)
     simulator = request.simulator(cluster)
@@ -226,8 +229,8 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) ->
         if found and request.is_tried:
             return found[0]
     found += [_priced(simulation) for simulation in _standards(request, simulator, batch)]
-    if search_s > 0 and "searched" in request.families:
-        found += _searched(request, simulator, batch, search_s)
+    if search_cpu_s > 0 and "searched" in request.families:
+        found += _searched(request, simulator, batch, search_cpu_s)
     return min(found, key=lambda one: one.step_s, default=None)
 
 
@@ -273,7 +276,7 @@ def _uses_all_nodes(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 def _searched(
-    request: AdviceRequest, simulator: Simulator, batch: int, search_s: float
+    request: AdviceRequest, simulator: Simulator, batch: int, search_cpu_s: float
 ) -> Iterator[Priced]:
     plan_request = PlanRequest(
         cluster=simulator.cluster,
@@ -281,10 +284,13 @@ def _searched(
         profile=request.profile,
         batch=batch,
         memory_bytes=request.memory_bytes,
-        seconds=search_s,
+        budget=_N_PROPOSALS,
+        seconds=search_cpu_s,
     )
     try:
-        found = search_portfolio(plan_request, options=simulator.options, exhaustive_up_to=0)
+        found = search_portfolio(
+            plan_request, options=simulator.options, exhaustive_up_to=0, clock=time.process_time
+        )
     except PlanError:  # nothing fits
         return
     standard = {s.strategy.name for s in found.standards}

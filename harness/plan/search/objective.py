@@ -35,6 +35,9 @@ class Candidate:
 class Objective:
     """Judges trials of one request and remembers the best.
 
+    Args:
+        seconds: most of them by `clock`.
+
     Attributes:
         best: of all searches so far; None until something fits.
         best_of: of each search, by its name.
@@ -46,6 +49,7 @@ class Objective:
         simulator: Simulator,
         *,
         seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
         progress: Callable[[SearchProgress], None] = ignore_progress,
     ) -> None:
         self.simulator = simulator
@@ -58,10 +62,11 @@ class Objective:
         self._method = ""
         self._until = math.inf
         self._of_budget = 0
-        self._began = time.monotonic()
-        self._deadline = self._began + seconds if seconds is not None else math.inf
+        self._clock = clock
+        began = clock()
+        self._deadline = began + seconds if seconds is not None else math.inf
         self._progress = progress
-        self._last_shown = self._began
+        self._last_shown = began
 
     def start(self, method: str, *, budget: int | None = None) -> None:
         """Begin a search of that name with so many proposals."""
@@ -75,7 +80,7 @@ class Objective:
 
     def is_out_of_time(self) -> bool:
         """Whether the request's time is used up."""
-        return time.monotonic() > self._deadline
+        return self._clock() > self._deadline
 
     @property
     def spent(self) -> float:
@@ -127,7 +132,7 @@ class Objective:
 
     def tick(self) -> bool:
         """Show progress when it is time to; whether the request's time is used up."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_shown > _PROGRESS_EVERY_S:
             self._last_shown = now
             self._progress(

@@ -1,5 +1,6 @@
 """A plan that a search of the same results has found counts for its machines."""
 
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -76,3 +77,15 @@ def test_the_newest_search_with_the_same_measurements_is_known(tmp_path, plan, s
     assert is_tried == (status == "ok")
     assert _known_plan(tmp_path, GRAPH, FASTER, PROFILE) == (None, False)
     assert _known_plan(None, GRAPH, PAIR, PROFILE) == (None, False)
+
+
+def test_a_busy_host_changes_no_search(monkeypatch):
+    unlike = PAIR.with_devices(
+        msgspec.structs.replace(device, speed=1.0 - 0.3 * k)
+        for k, device in enumerate(PAIR.devices)
+    )
+    request = AdviceRequest(graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, families=("searched",))
+    quiet = price(request, unlike, search_cpu_s=60.0)
+    now_s = itertools.count(step=1000)
+    monkeypatch.setattr("time.monotonic", lambda: next(now_s))
+    assert price(request, unlike, search_cpu_s=60.0) == quiet is not None
