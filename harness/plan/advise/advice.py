@@ -57,14 +57,17 @@ class LeftOut:
 
     Attributes:
         with_it: the best set with one of them; None if nothing fits then.
-        rate: bytes/s of its fastest link, where its link is the reason; else None.
-        slowness: its device's seconds over those of the best set's, where that is the reason.
+        cause: `link` or `device`, whose exchange for the best of the cluster gains most; empty
+            where neither gains anything that predictions tell apart.
+        rate: bytes/s of its fastest link; None for a single node.
+        slowness: its device's seconds over those of the fastest.
     """
 
     nodes: list[str]
     with_it: Priced | None
+    cause: str
     rate: float | None
-    slowness: float | None
+    slowness: float
     kind: str
     fastest_kind: str
 
@@ -236,23 +239,35 @@ class Adviser:
         plain = known[0] if known else price(self.request, cluster)
         device_s = self._node_s(node)
         fastest = min(range(len(self.cluster.nodes)), key=self._node_s)
-        gains = {}
+        changed = {}
         rates = [node_rate(self.cluster, k) or 0.0 for k in range(len(self.cluster.nodes))]
         if max(rates) > _SLOWER * rates[node]:
-            gains["link"] = price(self.request, with_rate(cluster, at, max(rates)))
+            changed["link"] = with_rate(cluster, at, max(rates))
         if device_s > _SLOWER * self._node_s(fastest):
             model = self.cluster.nodes[fastest].devices[0]
-            gains["device"] = price(self.request, with_device(cluster, at, model))
-        rate_of = {name: 0.0 if one is None else one.samples_per_s for name, one in gains.items()}
-        is_device = max(rate_of, key=rate_of.__getitem__, default="links") == "device"
+            changed["device"] = with_device(cluster, at, model)
+        cause = ""
+        if plain is not None and changed:
+            gains = {name: self._predicted(plain.strategy, one) for name, one in changed.items()}
+            most = max(gains, key=gains.__getitem__)
+            is_gain = NEARLY * gains[most] >= self._predicted(plain.strategy, cluster)
+            cause = most if is_gain else ""
         return LeftOut(
             nodes=[self.cluster.nodes[k].name for k in unused],
             with_it=plain,
-            rate=None if is_device else node_rate(cluster, at),
-            slowness=device_s / self._node_s(fastest) if is_device else None,
+            cause=cause,
+            rate=node_rate(cluster, at),
+            slowness=device_s / self._node_s(fastest),
             kind=self.cluster.nodes[node].devices[0].kind,
             fastest_kind=self.cluster.nodes[fastest].devices[0].kind,
         )
+
+    def _predicted(self, strategy: Strategy, cluster: Cluster) -> float:
+        """Samples/s of the strategy on the cluster, or of a standard one that is faster there."""
+        simulation = self.request.simulator(cluster).simulate(strategy)
+        own = [strategy.batch / simulation.step_s] if simulation.fits else []
+        standard = price(replace(self.request, known=None), cluster)
+        return max([*own, 0.0 if standard is None else standard.samples_per_s])
 
     def _node_s(self, node: int) -> float:
         return self.device_s[self.cluster.node_of().index(node)]

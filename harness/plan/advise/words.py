@@ -124,14 +124,15 @@ def _left_out_line(one: LeftOut, advice: Advice) -> str:
     if one.with_it is None:
         return f"With {more}, no strategy of --strategies fits."
     cost = advice.best.samples_per_s / one.with_it.samples_per_s
-    if one.slowness is not None:
+    carried = "" if one.rate is None else format_bandwidth(one.rate)
+    if one.cause == "device":
         slowness = format_number(one.slowness, 2)
         reason = f"its {one.kind} takes {slowness} times as long as {one.fastest_kind}"
-    elif one.rate is not None:
+    elif one.cause == "link":
         its = "its link carries" if len(one.nodes) == 1 else "their links carry"
-        reason = f"{its} {format_bandwidth(one.rate)}"
+        reason = f"{its} {carried}"
     else:
-        reason = "communication takes more than it saves"
+        reason = f"communication at {carried} takes more than it saves"
     if cost < _LEAST_COST:
         return f"{nodes} would add nothing: {reason}."
     return f"With {more}, training takes {format_number(cost, 2)} times as long: {reason}."

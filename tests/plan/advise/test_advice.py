@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from launching import ROOT
-from made_graphs import links_between
+from made_graphs import layers, links_between
 
 from harness.__main__ import _print_advice
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
@@ -163,8 +163,8 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others():
 
     assert lines[:5] == [
         "One GPU is fastest: use ecetesla0 alone (NVIDIA GeForce RTX 3070), 72.8 samples/s.",
-        "With one of ecetesla1 and ecetesla2 too, training takes 1.3 times as long: their links "
-        "carry 970 MB/s.",
+        "With one of ecetesla1 and ecetesla2 too, training takes 1.3 times as long: communication "
+        "at 970 MB/s takes more than it saves.",
         "With ecetesla3 too, training takes 1.7 times as long: its Tesla P4 takes 3.3 times as "
         "long as NVIDIA GeForce RTX 3070.",
         "With ecetesla4 too, training takes 7.5 times as long: its link carries 117 MB/s.",
@@ -184,6 +184,32 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others():
     same = replace(advice.left_out[0], with_it=advice.sets[0])
     lines = advice_lines(replace(advice, left_out=[same]), PLAIN)
     assert "would be 1.03 times as fast" in lines[1]  # not said twice
+
+
+@pytest.mark.parametrize(
+    ("rates", "speed", "cause"),
+    [
+        ((10.0, 10.0), 0.7, ""),  # the transfers take nearly all of the step
+        ((1e9, 1e9), 0.4, "device"),
+        ((1e9, 10.0), 0.7, "link"),
+    ],
+)
+def test_a_part_is_the_cause_if_another_one_gains_something(rates, speed, cause):
+    graph, profile = layers(4)
+    names = ["node0:0", "node1:0", "node2:0"]
+    devices = [Device(name=name, kind="device", memory_bytes=GIB) for name in names]
+    devices[2] = msgspec.structs.replace(devices[2], speed=speed)
+    rate_of = dict(zip(names, (rates[0], *rates), strict=True))
+    cluster = Cluster(
+        nodes=[Node(name=device.name[:5], devices=[device]) for device in devices],
+        links=links_between(names, lambda a, b: (0.0, min(rate_of[a], rate_of[b]))),
+    )
+    request = AdviceRequest(
+        graph=graph, profile=profile, batch=graph.batch, families=("single", "ddp")
+    )
+    adviser = Adviser(request, cluster, seconds=60)
+    alone = pricing.price(request, part_of(cluster, [0]))
+    assert adviser._why([2], alone, []).cause == cause
 
 
 def test_overlap_makes_three_gpus_worth_it():
