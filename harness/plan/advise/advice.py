@@ -13,7 +13,14 @@ from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.plan import builders
-from harness.plan.advise.pricing import AdviceRequest, Build, Priced, largest_batch, price
+from harness.plan.advise.pricing import (
+    AdviceRequest,
+    Build,
+    Priced,
+    factor_of,
+    largest_batch,
+    price,
+)
 from harness.plan.advise.sets import (
     next_ethernet,
     node_classes,
@@ -41,7 +48,7 @@ _CHEAPER_SUMS: dict[str, dict[str, Any]] = {
     "averaged replicas: --strategy ddp --sync-every 32": {
         "sync_every": 32,
         "families": ("ddp",),
-        "known": None,
+        "known": (),
     },
 }
 
@@ -159,6 +166,8 @@ class Adviser:
         """
         sets, n_unpriced = self._price_sets()
         sets = self._search(sets)
+        self.request = replace(self.request, factor=factor_of(self.request, sets))
+        sets = _ranked([one.at(self.request.factor) for one in sets])
         if not sets:
             raise PlanError(
                 f"{self.request.graph.name!r} fits on no set of these machines at this batch: "
@@ -266,7 +275,7 @@ class Adviser:
         """Samples/s of the strategy on the cluster, or of a standard one that is faster there."""
         simulation = self.request.simulator(cluster).simulate(strategy)
         own = [strategy.batch / simulation.step_s] if simulation.fits else []
-        standard = price(replace(self.request, known=None), cluster)
+        standard = price(replace(self.request, known=(), factor=1.0), cluster)
         return max([*own, 0.0 if standard is None else standard.samples_per_s])
 
     def _node_s(self, node: int) -> float:
@@ -274,26 +283,19 @@ class Adviser:
 
     def _changes(self, best: Priced, sets: Sequence[Priced]) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""
-        found, factor = [], self._factor_of_trials(best)
+        found = []
         for name, cluster, node in self._changed_clusters():
             names = set(best.node_names) | ({node} if node is not None else set())
             wanted = {tuple(_devices_on(cluster, names)), tuple(range(cluster.n_devices))}
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
-            fits = [replace(one, step_s=factor * one.step_s) for one in priced if one is not None]
+            fits = [one for one in priced if one is not None]
             found.append(Change(name=name, best=best_of([*fits, best])))
         for name, flags in _CHEAPER_SUMS.items() if self.cluster.n_devices > 1 else ():
-            request = replace(self.request, **flags)
-            if request != self.request and set(request.families) <= set(self.request.families):
+            plain = self.request.untried()
+            request = replace(plain, **flags)
+            if request != plain and set(request.families) <= set(self.request.families):
                 found.append(self._with_cheaper_sums(name, request, best, sets))
         return sorted(found, key=lambda change: -change.best.samples_per_s)
-
-    def _factor_of_trials(self, best: Priced) -> float:
-        """Where trial steps chose the best plan, its step over that of the best prediction, because
-        plans for changed machines are not tried."""
-        if not self.request.is_tried or self.request.known_on(best.cluster) is None:
-            return 1.0
-        predicted = price(replace(self.request, known=None), best.cluster)
-        return 1.0 if predicted is None else max(1.0, best.step_s / predicted.step_s)
 
     def _with_cheaper_sums(
         self, name: str, request: AdviceRequest, best: Priced, sets: Sequence[Priced]

@@ -9,22 +9,19 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.checkpoints import MOST_OF_STAGE
-from harness.domain.cluster import CLUSTER_FILE, Cluster
-from harness.domain.fingerprint import fingerprint, is_by
-from harness.domain.graph import Graph
-from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.profile import OPTIMIZER_STEPS, Profile, default_profile, graph_beside
-from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, HarnessError
-from harness.measure.store import find_runs, write_atomically
+from harness.domain.cluster import CLUSTER_FILE
+from harness.domain.fingerprint import fingerprint
+from harness.domain.profile import OPTIMIZER_STEPS, default_profile, graph_beside
+from harness.errors import ConfigError
+from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
+from harness.plan.advise.measured import known_plans, uncertainty_of
 from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
 from harness.plan.advise.words import (
     Presentation,
     advice_lines,
     advice_object,
     parse_label,
-    uncertainty_of,
 )
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
@@ -225,40 +222,21 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         raise ConfigError(f"graph {graph.name!r} has no batch: give --batch-size")
     if graph.batch is None:
         graph = msgspec.structs.replace(graph, batch=batch or args.per_device_batch)
-    known, is_tried = _known_plan(args.results, graph, request.cluster, profile)
-    return AdviceRequest(
+    optimizer = _optimizer_step(args)
+    found = AdviceRequest(
         graph=graph,
         profile=profile,
         batch=None if args.per_device_batch is not None else batch,
         per_device_batch=args.per_device_batch,
         memory_bytes=request.memory_bytes,
         families=tuple(args.strategies),
-        optimizer=_optimizer_step(args),
+        optimizer=optimizer,
         overlap=not args.no_overlap,
         reduce_dtype=request.reduce_dtype,
-        known=known,
-        is_tried=is_tried,
+        known=known_plans(args.results, graph, request.cluster, profile, optimizer),
     )
-
-
-def _known_plan(
-    results: Path | None, graph: Graph, cluster: Cluster, profile: Profile
-) -> tuple[Strategy | None, bool]:
-    """The newest plan of these results that a search made with the same measurements, and whether
-    it tried several."""
-    if results is None:
-        return None, False
-    for path, header in reversed(find_runs(results)[0]):
-        if header.workload != "search" or header.status != "ok":
-            continue
-        try:
-            found = Strategy.load(path / STRATEGY_FILE)
-        except HarnessError:
-            continue
-        is_same = found.made_for.graph_hash == graph.content_hash()
-        if is_same and is_by(found.made_for, cluster, profile):
-            return found, header.config.get("trials", 1) != 1
-    return None, False
+    is_as_run = found.overlap and found.reduce_dtype == "fp32"
+    return found if is_as_run else found.untried()
 
 
 def _optimizer_step(args: argparse.Namespace) -> str:

@@ -18,20 +18,22 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.domain.fingerprint import is_by
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, PlanError, StrategyError
 from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
 from harness.plan import builders
+from harness.plan.advise.measured import KnownPlan
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
+from harness.plan.report import describe_strategy
 from harness.plan.search.space import leaner, standard_strategies
 from harness.plan.simulate.simulator import Simulation, Simulator
 
@@ -147,8 +149,8 @@ class AdviceRequest:
         overlap: gradients are synchronised during the backward pass.
         reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
         sync_every: steps between two averages of a parameter's replicas; 1: gradients are summed.
-        known: a plan that a search has found for the cluster that it names.
-        is_tried: trial steps chose it among other plans, so that no prediction is preferred to it.
+        known: plans that earlier runs have found or tried, on these machines or some.
+        factor: on predictions of several devices, by the plans that were tried.
     """
 
     graph: Graph
@@ -161,8 +163,8 @@ class AdviceRequest:
     overlap: bool = True
     reduce_dtype: str = "fp32"
     sync_every: int = 1
-    known: Strategy | None = None
-    is_tried: bool = False
+    known: tuple[KnownPlan, ...] = ()
+    factor: float = 1.0
 
     def batch_on(self, n_devices: int) -> int:
         """The global batch on so many devices."""
@@ -171,14 +173,21 @@ class AdviceRequest:
         assert self.batch is not None, "one of both is given"
         return self.batch
 
-    def known_on(self, cluster: Cluster) -> Strategy | None:
-        """The known plan if it is of this cluster, profile and batch, uses every node, and may be
-        used."""
-        known, batch = self.known, self.batch_on(cluster.n_devices)
-        if known is None or "searched" not in self.families:
-            return None
-        is_right = known.batch == batch and is_by(known.made_for, cluster, self.profile)
-        return known if is_right and _uses_all_nodes(known, cluster) else None
+    def known_on(self, cluster: Cluster) -> list[KnownPlan]:
+        """The known plans of this cluster and batch."""
+        batch = self.batch_on(cluster.n_devices)
+        return [one for one in self.known if one.cluster == cluster and one.batch == batch]
+
+    def untried(self) -> AdviceRequest:
+        """The same without measured steps."""
+        known = tuple(replace(one, step_s=None, is_raced=False) for one in self.known)
+        return replace(self, known=known)
+
+    def measured_s(self, strategy: Strategy, cluster: Cluster) -> float | None:
+        """Seconds of its step on these machines; None where it was not tried there."""
+        known = [one for one in self.known_on(cluster) if one.step_s is not None]
+        name = describe_strategy(strategy, self.graph) if known else ""
+        return next((one.step_s for one in known if one.name == name), None)
 
     def simulator(self, cluster: Cluster) -> Simulator:
         options = options_of(self.profile, cluster, self.reduce_dtype)
@@ -194,6 +203,7 @@ class Priced:
     """A set of machines with its fastest strategy.
 
     Attributes:
+        step_s: measured, or predicted and multiplied by the request's factor.
         fullest: device with the largest share of its memory in use, its bytes and its limit.
     """
 
@@ -201,12 +211,19 @@ class Priced:
     strategy: Strategy
     label: str
     batch: int
+    predicted_s: float
     step_s: float
+    is_measured: bool
     fullest: tuple[str, int, int]
 
     @property
     def samples_per_s(self) -> float:
         return self.batch / self.step_s
+
+    def at(self, factor: float) -> Priced:
+        """With another factor on the prediction; a measured step and one device's stay."""
+        is_kept = self.is_measured or self.cluster.n_devices == 1
+        return self if is_kept else replace(self, step_s=factor * self.predicted_s)
 
     @property
     def node_names(self) -> list[str]:
@@ -223,15 +240,17 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0
     batch = request.batch_on(cluster.n_devices)
     simulator = request.simulator(cluster)
     found: list[Priced] = []
-    if (known := request.known_on(cluster)) is not None:
-        simulation = simulator.simulate(known)
-        found += [_priced(simulation, f"searched: {known.name}")] if simulation.fits else []
-        if found and request.is_tried:
-            return found[0]
-    found += [_priced(simulation) for simulation in _standards(request, simulator, batch)]
-    if search_cpu_s > 0 and "searched" in request.families:
-        found += _searched(request, simulator, batch, search_cpu_s)
-    return min(found, key=lambda one: one.step_s, default=None)
+    known = request.known_on(cluster)
+    for strategy in (one.strategy for one in known if "searched" in request.families):
+        if strategy is not None and (simulation := simulator.simulate(strategy)).fits:
+            found.append(_priced(request, simulation, f"searched: {strategy.name}"))
+    is_raced = any(one.is_raced for one in known)
+    if not (is_raced and any(one.is_measured for one in found)):
+        found += [_priced(request, one) for one in _standards(request, simulator, batch)]
+        if search_cpu_s > 0 and "searched" in request.families:
+            found += _searched(request, simulator, batch, search_cpu_s)
+    tried = [one for one in found if one.is_measured] if is_raced else []
+    return min(tried or found, key=lambda one: one.step_s, default=None)
 
 
 def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iterator[Simulation]:
@@ -297,25 +316,40 @@ def _searched(
     for candidate in found.ranked():
         strategy = found.strategy(candidate)
         if candidate.method not in standard and _uses_all_nodes(strategy, simulator.cluster):
-            yield _priced(simulator.simulate(strategy), f"searched: {strategy.name}")
+            yield _priced(request, simulator.simulate(strategy), f"searched: {strategy.name}")
             return
 
 
-def _priced(simulation: Simulation, label: str = "") -> Priced:
+def _priced(request: AdviceRequest, simulation: Simulation, label: str = "") -> Priced:
     simulator, out = simulation.simulator, simulation.outcome
     worst = int((out.memory_bytes / simulator.limits).argmax())
-    return Priced(
+    measured_s = request.measured_s(simulation.strategy, simulator.cluster)
+    found = Priced(
         cluster=simulator.cluster,
         strategy=simulation.strategy,
         label=label or simulation.strategy.name,
         batch=simulation.strategy.batch,
-        step_s=simulation.step_s,
+        predicted_s=simulation.step_s,
+        step_s=simulation.step_s if measured_s is None else measured_s,
+        is_measured=measured_s is not None,
         fullest=(
             simulator.network.names[worst],
             round(float(out.memory_bytes[worst])),
             round(float(simulator.limits[worst])),
         ),
     )
+    return found.at(request.factor)
+
+
+def factor_of(request: AdviceRequest, sets: Iterable[Priced]) -> float:
+    """Median over the tried sets of several devices of the measured step over the best prediction
+    there, because predictions of untried sets are as optimistic; 1 without any."""
+    ratios, plain = [], request.untried()
+    for one in sets:
+        if one.is_measured and one.cluster.n_devices > 1:
+            best = price(plain, one.cluster) or one
+            ratios.append(one.step_s / min(one.predicted_s, best.predicted_s))
+    return median(ratios) if ratios else 1.0
 
 
 def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least: int = 1) -> int:

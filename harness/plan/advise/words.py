@@ -1,25 +1,17 @@
-"""Advice in words and tables, and as JSON; how far its predictions may be off."""
+"""Advice in words and tables, and as JSON."""
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from harness.domain.cluster import Cluster
 from harness.domain.hostfile import numbered_runs
-from harness.errors import HarnessError
 from harness.inputs import one_line
-from harness.measure.derive.prediction import read_prediction
-from harness.measure.derive.settings import strategy_name
-from harness.measure.derive.training import step_times
-from harness.measure.store import find_runs, read_run, without_samples
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
+from harness.plan.advise.measured import Uncertainty
 from harness.plan.advise.pricing import Priced, Prices
 from harness.units import format_bandwidth, format_bytes, format_duration, format_number
 
@@ -67,6 +59,7 @@ def first_sentence(advice: Advice) -> str:
     """Which machines to use, with which strategy, and what that brings."""
     best, noun = advice.best, device_word(advice)
     rate = f"{format_number(best.samples_per_s, 3)} samples/s"
+    rate += " measured" if best.is_measured else ""
     if best.cluster.n_devices == 1:
         device = best.cluster.devices[0]
         more = "" if best.label == "single" else f" with {_in_words(best.label)}"
@@ -186,8 +179,9 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             _machines(one, advice),
             one_line(one.label, _LONGEST_LABEL),
             format_duration(one.step_s),
-            f"{format_duration(one.step_s * shown.uncertainty.low)} to "
-            f"{format_duration(one.step_s * shown.uncertainty.high)}",
+            "measured"
+            if one.is_measured
+            else " to ".join(map(format_duration, _range_s(one, shown))),
             format_number(one.samples_per_s, 3),
             cell(None if single is None else one.samples_per_s / single.samples_per_s, ".2f"),
             " of ".join(format_bytes(n_bytes) for n_bytes in one.fullest[1:]),
@@ -200,6 +194,14 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
     if len(advice.sets) > _MOST_ROWS:
         lines.append(f"... and {len(advice.sets) - _MOST_ROWS} slower sets (--json has all)")
     return lines
+
+
+def _range_s(one: Priced, shown: Presentation) -> tuple[float, float]:
+    """Seconds that a step may take; of a measured one those that it took."""
+    if one.is_measured:
+        return one.step_s, one.step_s
+    low, high = shown.uncertainty.of(one.label)
+    return min(one.step_s, low * one.predicted_s), max(one.step_s, high * one.predicted_s)
 
 
 def _machines(one: Priced, advice: Advice) -> str:
@@ -255,9 +257,10 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
                 "devices": [device.name for device in one.cluster.devices],
                 "strategy": one.label,
                 "batch": one.batch,
-                "predicted_step_s": one.step_s,
-                "low_step_s": one.step_s * shown.uncertainty.low,
-                "high_step_s": one.step_s * shown.uncertainty.high,
+                "predicted_step_s": one.predicted_s,
+                "is_measured": one.is_measured,
+                "step_s": one.step_s,
+                **dict(zip(("low_step_s", "high_step_s"), _range_s(one, shown), strict=True)),
                 "samples_per_s": one.samples_per_s,
                 "fullest_device": one.fullest[0],
                 "memory_bytes": one.fullest[1],
@@ -288,66 +291,3 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
         "uncertainty": shown.uncertainty.source,
         "n_unpriced": advice.n_unpriced,
     }
-
-
-# Four in five of the cells in docs/readings.md have a median error below it.
-_USUAL_ERROR = 0.15
-_MOST_RUNS = 60
-
-
-@dataclass(frozen=True, kw_only=True)
-class Uncertainty:
-    """The range of measured / predicted steps.
-
-    Attributes:
-        n_strategies: that the range comes from; 0 where none was measured on this cluster.
-    """
-
-    low: float = 1 - _USUAL_ERROR
-    high: float = 1 + _USUAL_ERROR
-    n_strategies: int = 0
-
-    @property
-    def source(self) -> str:
-        if self.n_strategies:
-            return f"measured / predicted of {self.n_strategies} strategies on this cluster"
-        return f"{_USUAL_ERROR:.0%} either way, because no run here has a prediction yet"
-
-
-def uncertainty_of(results: Path | None, cluster: Cluster) -> Uncertainty:
-    """The range of the medians over repeats of each strategy that was trained on these nodes."""
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for strategy, ratio in _ratios(results, cluster):
-        ratios[strategy].append(ratio)
-    medians = [statistics.median(found) for found in ratios.values()]
-    if len(medians) < 2:
-        return Uncertainty()
-    return Uncertainty(low=min(1.0, *medians), high=max(1.0, *medians), n_strategies=len(medians))
-
-
-def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, float]]:
-    if results is None or not results.is_dir():
-        return
-    known = _kinds(cluster)
-    runs = [
-        (path, header)
-        for path, header in without_samples(find_runs(results)[0])[0]
-        if header.workload == "train" and header.status == "ok" and _kinds(header.cluster) <= known
-    ]
-    for path, header in runs[-_MOST_RUNS:]:
-        try:
-            prediction = read_prediction(path)
-            if prediction is None:
-                continue
-            run = read_run(path, header)[0]
-            times = step_times(run)
-        except HarnessError:
-            continue
-        if times:
-            measured_s = statistics.median(times.values())
-            trained = f"{header.config.get('model')} {strategy_name(run)} {prediction.strategy}"
-            yield trained, measured_s / prediction.step_s
-
-
-def _kinds(cluster: Cluster) -> set[tuple[str, str]]:
-    return {(node.name, device.kind) for node in cluster.nodes for device in node.devices}

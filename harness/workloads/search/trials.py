@@ -192,6 +192,8 @@ def try_out(search_config: SearchConfig, found: Searched | None, context: Contex
     for place in ranked:
         name = strategies[known[place.index]].name
         context.recorder.sample("trial_step_s", place.duration_s, plan=name)
+        predicted_s = candidates[known[place.index]].step_s
+        context.recorder.sample("trial_predicted_step_s", predicted_s, plan=name)
     return [Tried(candidates[known[place.index]], place) for place in ranked]
 
 

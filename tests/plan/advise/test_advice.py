@@ -20,6 +20,7 @@ from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.plan.advise import pricing
 from harness.plan.advise.advice import Adviser
+from harness.plan.advise.measured import Uncertainty, uncertainty_of
 from harness.plan.advise.pricing import AdviceRequest, find_prices, largest_batch, load_prices
 from harness.plan.advise.sets import (
     next_ethernet,
@@ -29,7 +30,7 @@ from harness.plan.advise.sets import (
     with_device,
     with_rate,
 )
-from harness.plan.advise.words import Presentation, Uncertainty, advice_lines, uncertainty_of
+from harness.plan.advise.words import Presentation, advice_lines
 
 N_IMAGES = 50_000
 RTX_3070, P4, GTX_1070 = "NVIDIA GeForce RTX 3070", "Tesla P4", "NVIDIA GeForce GTX 1070"

@@ -10,11 +10,15 @@ from made_runs import header_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
+from harness.domain.prediction import Prediction
+from harness.domain.record import Sample
 from harness.measure.store import write_header
 from harness.plan import builders
 from harness.plan.advise.advice import Adviser
-from harness.plan.advise.command import _known_plan
-from harness.plan.advise.pricing import AdviceRequest, price
+from harness.plan.advise.measured import KnownPlan, known_plans, uncertainty_of
+from harness.plan.advise.pricing import AdviceRequest, factor_of, price
+from harness.plan.advise.sets import part_of
+from harness.plan.report import describe_strategy
 
 GRAPH, PROFILE = layers(4)
 PAIR = Cluster.uniform(2, 1, kind="device", inside_bytes_per_s=1e9, memory_bytes=GB)
@@ -29,9 +33,18 @@ def plan():
     )
 
 
+def known(strategy, cluster, **more):
+    name = describe_strategy(strategy, GRAPH)
+    return KnownPlan(cluster=cluster, batch=strategy.batch, name=name, strategy=strategy, **more)
+
+
 def test_a_known_plan_is_priced_on_its_machines_at_its_batch(plan):
     request = AdviceRequest(
-        graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, families=("searched",), known=plan
+        graph=GRAPH,
+        profile=PROFILE,
+        batch=GRAPH.batch,
+        families=("searched",),
+        known=(known(plan, PAIR),),
     )
     found = price(request, PAIR)
     assert (found.label, found.step_s) == ("searched: mine", pytest.approx(6.0, rel=0.01))
@@ -40,43 +53,96 @@ def test_a_known_plan_is_priced_on_its_machines_at_its_batch(plan):
     assert price(replace(request, families=("ddp",)), PAIR).label == "ddp"
 
 
-def test_no_prediction_is_preferred_to_the_plan_that_trial_steps_chose(plan):
+def test_no_prediction_is_preferred_to_the_plan_that_trial_steps_chose():
     fast = Cluster.uniform(2, 1, kind="device", inside_bytes_per_s=1e12, memory_bytes=GB)
     slow = builders.ddp(GRAPH, fast, GRAPH.batch, shares=[7, 1])
-    made_for = fingerprint(GRAPH, fast, PROFILE)
-    chosen = msgspec.structs.replace(slow, name="chosen", made_for=made_for)
-    request = AdviceRequest(graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, known=chosen)
-    assert price(request, fast).label == "tensor parallel"
-    tried = price(replace(request, is_tried=True), fast)
-    assert (tried.label, tried.step_s) == ("searched: chosen", pytest.approx(10.5, rel=0.01))
-    # One that leaves a node idle is no plan of this set.
-    alone = msgspec.structs.replace(
-        builders.single(GRAPH, GRAPH.batch), name="alone", made_for=made_for
+    chosen = msgspec.structs.replace(slow, name="chosen")
+    request = AdviceRequest(
+        graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, known=(known(chosen, fast),)
     )
-    idle = price(replace(request, known=alone, is_tried=True), fast)
-    assert idle.label == "tensor parallel"
-    # What other machines would bring is predicted, and no trial speaks for it.
-    adviser = Adviser(replace(request, is_tried=True), fast, seconds=1.0)
-    assert adviser._factor_of_trials(tried) == tried.step_s / price(request, fast).step_s > 1
-    assert Adviser(request, fast, seconds=1.0)._factor_of_trials(tried) == 1
+    best = price(request, fast)
+    assert best.label == "tensor parallel"
+    raced = replace(request, known=(known(chosen, fast, step_s=12.0, is_raced=True),))
+    tried = price(raced, fast)
+    assert (tried.label, tried.step_s) == ("searched: chosen", 12.0)
+    assert tried.predicted_s == pytest.approx(10.5, rel=0.01)
+    # What other machines would bring is predicted, and as optimistic as the best prediction here.
+    factor = factor_of(raced, [tried])
+    assert factor == 12.0 / best.step_s > 1
+    assert best.at(factor).step_s == 12.0
+    assert factor_of(request, [best]) == 1
 
 
-@pytest.mark.parametrize("status", ["ok", "crash"])
-def test_the_newest_search_with_the_same_measurements_is_known(tmp_path, plan, status):
-    for k, name in enumerate(("older", "newer")):
-        run = tmp_path / f"run{k}"
-        run.mkdir()
-        header = header_of(
-            run_id=run.name, workload="search", status="ok" if k == 0 else status,
-            start_utc=f"2026-01-0{k + 1}T00:00:00+00:00", config={"trials": 1 + 3 * k},
-        )  # fmt: skip
-        write_header(run, header)
-        (run / "strategy.json").write_bytes(msgspec.structs.replace(plan, name=name).to_json())
-    known, is_tried = _known_plan(tmp_path, GRAPH, PAIR, PROFILE)
-    assert known.name == ("newer" if status == "ok" else "older")
-    assert is_tried == (status == "ok")
-    assert _known_plan(tmp_path, GRAPH, FASTER, PROFILE) == (None, False)
-    assert _known_plan(None, GRAPH, PAIR, PROFILE) == (None, False)
+def test_a_plan_that_lost_its_trial_is_not_advised_again():
+    fast = Cluster.uniform(2, 1, kind="device", inside_bytes_per_s=1e12, memory_bytes=GB)
+    lost = builders.tensor_parallel(GRAPH, fast, GRAPH.batch)
+    plan = replace(known(lost, fast, step_s=13.0, is_raced=True), strategy=None)
+    request = AdviceRequest(graph=GRAPH, profile=PROFILE, batch=GRAPH.batch)
+    assert Adviser(request, fast, seconds=60.0).advise().best.cluster.n_devices == 2
+    advice = Adviser(replace(request, known=(plan,)), fast, seconds=60.0).advise()
+    assert advice.best.cluster.n_devices == 1
+    both = next(one for one in advice.sets if one.cluster.n_devices == 2)
+    assert (both.label, both.step_s, both.is_measured) == ("tensor parallel", 13.0, True)
+
+
+def write_search(results, k, strategy, steps):
+    """A search that tried plans: name, and predicted and measured seconds."""
+    run = results / f"run{k}"
+    run.mkdir()
+    header = header_of(
+        run_id=run.name, workload="search", status="ok", config={"model": "m"}, cluster=PAIR,
+        start_utc=f"2026-01-0{k + 1}T00:00:00+00:00",
+    )  # fmt: skip
+    write_header(run, header)
+    (run / "strategy.json").write_bytes(strategy.to_json())
+    prediction = Prediction(strategy=strategy.name, method="search", step_s=6.0)
+    (run / "prediction.json").write_bytes(prediction.to_json())
+    samples = [
+        Sample(metric=metric, value=value, labels={"plan": name})
+        for name, *values in steps
+        for metric, value in zip(("trial_predicted_step_s", "trial_step_s"), values, strict=True)
+    ]
+    (run / "rank0.jsonl").write_bytes(b"".join(msgspec.json.encode(s) + b"\n" for s in samples))
+
+
+def test_the_plans_that_searches_with_the_same_measurements_found_or_tried_are_known(
+    tmp_path, plan
+):
+    def found(cluster=PAIR, optimizer="momentum"):
+        plans = known_plans(tmp_path, GRAPH, cluster, PROFILE, optimizer)
+        return {(one.name, one.step_s, one.is_raced, one.strategy is not None) for one in plans}
+
+    write_search(tmp_path, 0, msgspec.structs.replace(plan, name="older"), [])
+    assert found() == {("older", None, False, True)}
+    write_search(tmp_path, 1, msgspec.structs.replace(plan, name="newer"), [])
+    assert found() == {("newer", None, False, True)}
+    write_search(tmp_path, 2, plan, [("mine", 6.0, 7.0), ("other", 5.0, 8.0)])
+    assert found() == {("mine", 7.0, True, True), ("other", 8.0, True, False)}
+    assert found(optimizer="adamw") == {("mine", None, False, True)}
+    assert found(cluster=FASTER) == set()
+    assert known_plans(None, GRAPH, PAIR, PROFILE, "momentum") == ()
+
+
+def test_plans_of_some_of_the_machines_are_known_for_them(tmp_path, plan):
+    three = Cluster.uniform(3, 1, kind="device", inside_bytes_per_s=1e9, memory_bytes=GB)
+    made_for = fingerprint(GRAPH, three.part([0, 1]), PROFILE)
+    write_search(
+        tmp_path, 0, msgspec.structs.replace(plan, made_for=made_for), [("mine", 6.0, 7.0)]
+    )
+    alone = msgspec.structs.replace(builders.single(GRAPH, 8), name="alone", made_for=made_for)
+    write_search(tmp_path, 1, alone, [("alone", 12.0, 12.5)])
+    found = known_plans(tmp_path, GRAPH, three, PROFILE, "momentum")
+    assert [(one.name, one.cluster, one.step_s) for one in found] == [
+        ("alone", part_of(three, [0]), 12.5),  # it leaves node1 idle
+        ("mine", part_of(three, [0, 1]), 7.0),
+    ]
+
+
+def test_trial_steps_count_in_the_range(tmp_path, plan):
+    write_search(tmp_path, 0, plan, [("mine", 6.0, 7.2), ("other", 5.0, 6.25)])
+    found = uncertainty_of(tmp_path, PAIR)
+    assert found.n_strategies == 2
+    assert found.of("searched: mine") == (1.0, 1.25) == (found.low, found.high)
 
 
 def test_a_busy_host_changes_no_search(monkeypatch):
