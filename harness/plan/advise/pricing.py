@@ -131,7 +131,7 @@ def find_prices(names: Iterable[str], hosts: Path = HOSTS) -> Prices | None:
     return None
 
 
-# Of each search, which ends by them and not by time where it can, so that equal calls are alike.
+# Of a search where something fits; it ends by them, not by time, so that equal calls are alike.
 _N_PROPOSALS = 300
 _MOST_ACCUMULATED = 64
 _MOST_BATCH = 2**20
@@ -248,7 +248,8 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0
     if not (is_raced and any(one.is_measured for one in found)):
         found += [_priced(request, one) for one in _standards(request, simulator, batch)]
         if search_cpu_s > 0 and "searched" in request.families:
-            found += _searched(request, simulator, batch, search_cpu_s)
+            budget = _N_PROPOSALS if found else None
+            found += _searched(request, simulator, batch, search_cpu_s, budget)
     tried = [one for one in found if one.is_measured] if is_raced else []
     return min(tried or found, key=lambda one: one.step_s, default=None)
 
@@ -295,7 +296,11 @@ def _uses_all_nodes(strategy: Strategy, cluster: Cluster) -> bool:
 
 
 def _searched(
-    request: AdviceRequest, simulator: Simulator, batch: int, search_cpu_s: float
+    request: AdviceRequest,
+    simulator: Simulator,
+    batch: int,
+    search_cpu_s: float,
+    budget: int | None,
 ) -> Iterator[Priced]:
     plan_request = PlanRequest(
         cluster=simulator.cluster,
@@ -303,7 +308,7 @@ def _searched(
         profile=request.profile,
         batch=batch,
         memory_bytes=request.memory_bytes,
-        budget=_N_PROPOSALS,
+        budget=budget,
         seconds=search_cpu_s,
     )
     try:
