@@ -15,7 +15,7 @@ from harness.inputs import CommandParser, refuse_old_spelling
 # Module and help of each; the module has `add_arguments(parser)` and `run(args)`.
 COMMANDS = {
     "search": ("search.command", "search for the fastest strategy"),
-    "predict": ("layouts.command", "predict the step of a layout, without a search"),
+    "predict": ("layouts.command", "predict the step of a layout or a strategy, without a search"),
     "advise": ("advise.command", "say which machines to use"),
     "show": ("show", "print a graph, profile, cluster or strategy"),
     "convert": ("formats.command", "write a strategy in another format"),
