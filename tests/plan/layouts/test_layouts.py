@@ -249,7 +249,7 @@ def test_a_layout_gets_the_fastest_usual_number_of_microbatches(files, printed):
     ]
     assert said[0] == min(said[1:], key=lambda one: one["step_s"])
     n = said[0]["strategy"]["n_microbatches"]
-    assert f" per step in {n} microbatches, " in printed("predict --layout pp=4", *files).out
+    assert f" samples in {n} microbatches, " in printed("predict --layout pp=4", *files).out
 
 
 def test_a_strategy_file_is_predicted_as_the_layout_that_wrote_it(
