@@ -60,11 +60,12 @@ exit codes: 0 every run is ok or out of memory, 1 a run failed and none continue
 
 def _config_of(name: str) -> tuple[type, Mapping[str, str]]:
     """The configuration of a workload, or of the comparison, and its renamed flags."""
-    from harness.workloads import load_workload
-    from harness.workloads.comparison import ComparisonConfig
-
     if not name:
+        from harness.workloads.comparison import ComparisonConfig  # imports all workloads
+
         return ComparisonConfig, {}
+    from harness.workloads import load_workload
+
     workload = load_workload(name)
     return workload.config, workload.renamed
 

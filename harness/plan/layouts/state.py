@@ -152,11 +152,12 @@ def stage_state(
             is_freeing=is_freeing,
         )
         for (a, b), cuts in zip(stages, segment_cuts, strict=True)
+        if not is_whole
     ]
     gather_s = np.zeros(len(stages))
-    if not is_whole:
-        ahead_s = _ahead_s(stages, units, costs, rings)
-        gather_s = tied_s + (ahead_s if options.sync_every == 1 else rings.part(own))
+    if not (is_whole or is_freeing):
+        is_ahead = options.sync_every == 1
+        gather_s = tied_s + (_ahead_s(stages, units, costs, rings) if is_ahead else rings.part(own))
     if is_whole and reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if not is_whole:

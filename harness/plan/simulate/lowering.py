@@ -89,10 +89,8 @@ def lower(
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
     sent_shares = np.where(crosses, simulator.options.activation_share, 1.0)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
-    is_sharded, sharing = (
-        shards_gradients(shard_state, flow.n_microbatches),
-        simulator.sharing(shard_state),
-    )
+    sharing = simulator.sharing(shard_state)
+    is_sharded = shards_gradients(shard_state, flow.n_microbatches)
     n_rounds = flow.n_microbatches if is_sharded else 1
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
     is_freeing = shards_parameters(shard_state)
