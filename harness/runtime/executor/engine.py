@@ -18,10 +18,9 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.executor.cache.activations import Prefix
-from harness.runtime.executor.cache.boundary import check_rows
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.gradients.averages import ReplicaAverages, Replicas
+from harness.runtime.executor.gradients.averages import ReplicaAverages
 from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.gradients.sync import make_groups, make_sync
 from harness.runtime.executor.gradients.update import (
@@ -31,6 +30,7 @@ from harness.runtime.executor.gradients.update import (
     ParameterHooks,
     WeightUpdate,
 )
+from harness.runtime.executor.lowered import Lowered, lower
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import make_program
@@ -44,15 +44,12 @@ from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
-from harness.runtime.executor.sharded.units import plan_units, warn_if_unsharded
-from harness.runtime.executor.shards.forms import choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
-from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
+from harness.runtime.executor.state.weights import Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
-from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves, key_passer, norm_reducer
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
@@ -104,7 +101,6 @@ class ExecutorEngine:
         self._feed = Feed(captured, strategy, world.rank)
         self.samples = self._feed.samples
         self.weights = Weights(captured.module, world.device)
-        self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
         self._gradients = WeightGradients(
             plan, world, lambda parameter: self._sync.reached(parameter)
@@ -113,53 +109,74 @@ class ExecutorEngine:
             strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
         )
         plan.check_hooks(hooks.first())
+
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
-        self._programs = self._lower(meta, options)
+        lowered = lower(captured, meta, plan, world, options)
+        self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units
+        gradient_groups = make_groups(self.holders, replicas, self._groups, world)
+        exchanging = sorted({unit.devices for unit in units})
+        unit_groups = {ranks: self._groups.for_exchanges(ranks) for ranks in exchanging}
+        self._channels = Channels(
+            world,
+            [message for found in lowered.messages.values() for message in found],
+            self._groups,
+            self._timetable.order,
+            sums=lowered.sums,
+            collectives=lowered.collectives,
+        )
+        sizes = strategy.microbatch_sizes()
+        self._gradients.plan_joining(lowered.forms[max(sizes)].layout)
+        made = {size: self._make_program(lowered, size, meta) for size in lowered.forms}
+        programs = {size: program for size, (program, _) in made.items()}
+
         prefix.park(self.weights, self.holders)
-        self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
+        self.is_cache_read = any(map(prefix.is_read, programs.values()))
         self.weights.allocate()
-        freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
-        holders = self.holders.within(self._replicas.own)
-        held = holders, self.weights, strategy, world.rank, self._sharing, freed
-        self.owners = Owners(*held, is_averaging=(is_averaging := self._replicas.n > 1))
-        self.model, self.replica = self.owners.module(self.weights), self._replicas.own
-        given = self.holders, self._replicas, self._sharing, self.owners.own, world, recorder
-        self._averages = ReplicaAverages(*given, options, self._groups) if is_averaging else None
+        freed = [piece for unit in units if unit.is_freed for piece in unit.pieces]
+        holders = self.holders.within(replicas.own)
+        self.owners = Owners(holders, self.weights, replicas, world.rank, freed)
+        self.model, self.replica = self.owners.module(self.weights), replicas.own
+        self._averages: ReplicaAverages | None = None
+        if replicas.n > 1:
+            own = self.owners.own
+            self._averages = ReplicaAverages(
+                self.holders, replicas, own, world, recorder, options, self._groups
+            )
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,
             options.optimizer, self._averages,
         )  # fmt: skip
+
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
-        sizes = strategy.microbatch_sizes()
         self.gathers = WeightGathers(
-            self._units,
+            units,
             self.owners,
-            self._unit_groups,
-            lambda microbatch, stage: self._programs[sizes[microbatch]][0].units(stage),
+            unit_groups,
+            lambda microbatch, stage: programs[sizes[microbatch]].units(stage),
             world,
             self._phases,
-            is_ahead=not is_averaging,
+            is_ahead=replicas.n == 1,
         )
         self._sync = make_sync(
-            strategy, {size: program for size, (program, _) in self._programs.items()},
-            self.weights, holders, self.owners, self._gradient_groups, self._gradients.buffers,
-            world, recorder, options,
+            strategy, programs, self.weights, holders, self.owners, gradient_groups,
+            self._gradients.buffers, world, recorder, options,
         )  # fmt: skip
         self._runner = Runner(
-            strategy, self._programs, self._channels, self._phases,
+            strategy, made, self._channels, self._phases,
             Precision(options.dtype, world.device), self._gradients, self._random, self._stash,
             self._update_microbatch, self.gathers, prefix.tap,
         )  # fmt: skip
-        own = self._gatherer.own_parameters()
-        self._optimizer = make_optimizer(own, options.optimizer, world.device)
-        self._prime_update = partial(prime_update, own, options.optimizer, world.device)
+        own_parameters = self._gatherer.own_parameters()
+        self._optimizer = make_optimizer(own_parameters, options.optimizer, world.device)
+        self._prime_update = partial(prime_update, own_parameters, options.optimizer, world.device)
         most = options.optimizer.max_grad_norm
-        clip = GradientClip(most, world, lambda: self._replicas.own_group(self._groups, world))
+        clip = GradientClip(most, world, lambda: replicas.own_group(self._groups))
         self._updating = WeightUpdate(
             self.weights, self.owners, self._optimizer, scale, hooks, clip, self._phases,
         )  # fmt: skip
+
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None
@@ -168,58 +185,22 @@ class ExecutorEngine:
 
     # Building
 
-    def _lower(self, meta: MetaModel, options: EngineOptions) -> dict[int, tuple[Program, Moves]]:
-        strategy, world = self.plan.strategy, self._world
-        sizes = sorted(set(strategy.microbatch_sizes()))
-        forms = choose_forms(self._captured, meta, self.plan, sizes)
-        for form in forms.values():
-            check_rows(form.layout)
-            self.holders.merge(form.holders)
-        self.plan.check_tied(self.holders.trained())
-        sums = {s.devices for f in forms.values() for s in shared_sums(f.layout).values()}
-        collectives = {group for form in forms.values() for group in form.collective_groups()}
-        self._replicas = Replicas([tuple(range(world.size))], world.rank)
-        if options.outer is not None and world.size > 1:
-            ends = {ends for form in forms.values() for ends in form.layout.exchanges()}
-            self._replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
-        self._sharing = partial(self._replicas.sharing_groups, strategy, world)
-        held = self.holders, strategy, self._sharing
-        self._units = plan_units(*held, options.bucket_bytes, forms[sizes[0]].recomputed_at)
-        for form in forms.values():
-            form.find_units(self._units)
-        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
-        if world.is_first:
-            warn_of_gathered(forms[sizes[0]])
-            warn_if_unsharded(*held)
-        given = self.holders, self._replicas, *held[1:], self._groups, world
-        self._gradient_groups = make_groups(*given)
-        exchanging = sorted({unit.devices for unit in self._units})
-        self._unit_groups = {group: self._groups.for_exchanges(group) for group in exchanging}
-        self._channels = Channels(
-            world,
-            [m for found in messages.values() for m in found],
-            self._groups,
-            self._timetable.order,
-            sums=sums,
-            collectives=collectives,
+    def _make_program(self, lowered: Lowered, size: int, meta: MetaModel) -> tuple[Program, Moves]:
+        """This rank's program for a size of microbatch."""
+        tasks = DeviceTasks(
+            task=self._task,
+            forms=lowered.forms[size],
+            meta=meta,
+            device=self._world.rank,
+            weights=self.weights,
+            reduce_over=partial(norm_reducer, self._channels, self._phases),
+            pass_over=partial(key_passer, self._channels, self._phases),
+            random=self._random,
+            gradients=self._gradients,
         )
-        self._gradients.plan_joining(forms[sizes[-1]].layout)
-        found = dict[int, tuple[Program, Moves]]()
-        for size, form in forms.items():
-            tasks = DeviceTasks(
-                task=self._task,
-                forms=form,
-                meta=meta,
-                device=world.rank,
-                weights=self.weights,
-                reduce_over=partial(norm_reducer, self._channels, self._phases),
-                pass_over=partial(key_passer, self._channels, self._phases),
-                random=self._random,
-                gradients=self._gradients,
-            )
-            program = make_program(tasks)
-            found[size] = program, Moves(form.layout, program, messages[size], world.rank)
-        return found
+        program = make_program(tasks)
+        moves = Moves(tasks.layout, program, lowered.messages[size], self._world.rank)
+        return program, moves
 
     # Training
 

@@ -44,7 +44,7 @@ def joined_parameters(case: Case, world: World) -> int:
     engine = make_engine(case, world)
     modules = [
         segment.module
-        for program, _ in engine._programs.values()
+        for program, _ in engine._runner._programs.values()
         for segments in program.stages.values()
         for segment in segments
     ]
@@ -121,7 +121,7 @@ def _orders(messages: Iterable[Message]) -> Orders:
 def order_of_messages(case: Case, world: World) -> dict[str, tuple[Orders, Orders]]:
     """What this rank sends and receives, forward and backward, in order."""
     engine = make_engine(case, world)
-    ((program, moves),) = engine._programs.values()
+    ((program, moves),) = engine._runner._programs.values()
     leaving, returning = sorted(moves.leaving.items()), sorted(moves.returning.items())[::-1]
     sent = {
         "forward": [message for _, own in leaving for message in own],
@@ -192,7 +192,7 @@ def kept_bytes(case: Case, world: World) -> Kept:
         sums=_n_bytes([t for t in (*sums, *flats) if t is not None]),
         state=_n_bytes(state),
         most_units=max(found, default=0),
-        n_units=len(engine._units),
+        n_units=len(engine.gathers._freed) + len(engine.gathers._kept),
     )
 
 

@@ -27,7 +27,7 @@ from harness.errors import StrategyError
 from harness.plan.layouts.degrees import layout_strategy, parse_layout
 from harness.plan.replicas import with_copies
 from harness.runtime.engines.optimizers import OuterOptions
-from harness.runtime.executor.gradients.averages import Replicas
+from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.files import load_sharded
 
 MEAN, DILOCO = (

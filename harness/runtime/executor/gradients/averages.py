@@ -1,16 +1,9 @@
-"""Replicas whose parameters are averaged (`engines.local_sgd`), so that each sums gradients alone.
-
-Ranks that exchange activations, and on several hosts those of a host, train a replica:
-
-    replica 0   rank 0 --- activations --- rank 1
-                  |                          |        averages, of ranks that hold the same slices
-    replica 1   rank 2 --- activations --- rank 3
-"""
+"""The averages of a rank's weights over replicas (`sharded.replicas`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,79 +11,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.shard_state import averaged_replicas, sharing_groups
-from harness.domain.strategy import Strategy
+from harness.domain.shard_state import Group
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.owners import Sharing, part_holders
+from harness.runtime.executor.sharded.owners import part_holders
+from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
 
-Group = tuple[int, ...]
 
-
-class Replicas:
-    """The ranks of each replica, equal on all ranks; a training without averages has one replica.
-
-    Attributes:
-        all: the ranks of each.
-        own: those of this rank's.
-        number: of this rank's.
-        n: their number.
-    """
-
-    def __init__(self, found: Iterable[Group], rank: int) -> None:
-        self.all = sorted(found)
-        self.number = next(k for k, ranks in enumerate(self.all) if rank in ranks)
-        self.own, self.n = self.all[self.number], len(self.all)
-
-    @classmethod
-    def of_exchanges(
-        cls, strategy: Strategy, world: World, exchanges: Iterable[Iterable[int]]
-    ) -> Replicas:
-        """Those of ranks that exchange activations in some groups.
-
-        Raises:
-            StrategyError: all ranks are one replica.
-        """
-        found: list[set[int]] = [{rank} for rank in range(world.size)]
-        hosts = averaged_replicas(tuple(range(world.size)), world.hostnames)
-        for group in (*hosts, *exchanges):
-            linked = [ranks for ranks in found if not ranks.isdisjoint(group)]
-            found = [ranks for ranks in found if ranks not in linked] + [set().union(*linked)]
-        if len(found) == 1:
-            raise StrategyError(
-                f"--sync-every averages replicas, and strategy {strategy.name!r} has one, because "
-                f"its {world.size} ranks exchange activations or are on hosts of ranks that do: "
-                "use --strategy ddp, or degrees such as dp=2,pp=2 with all of a replica on one host"
-            )
-        return cls([tuple(sorted(ranks)) for ranks in found], world.rank)
-
-    def own_group(self, groups: Groups, world: World) -> Any:
-        """A process group of this rank's replica, None for a rank alone; all ranks must call it."""
-        if self.n == 1:
-            return dist.group.WORLD if world.size > 1 else None
-        made = {ranks: groups.for_sums(ranks) for ranks in self.all if len(ranks) > 1}
-        return made.get(self.own)
-
-    def sharing_groups(self, strategy: Strategy, world: World, holders: Group) -> list[Group]:
-        """The groups of some holders that each keep a slice's state in parts."""
-        state, hosts = strategy.shard_state, world.hostnames
-        return [group for own in self.split(holders) for group in sharing_groups(state, own, hosts)]
-
-    def split(self, ranks: Iterable[int]) -> list[Group]:
-        """The ranks of a group that belong to each replica, for each that has some."""
-        parts = [tuple(rank for rank in ranks if rank in own) for own in self.all]
-        return [part for part in parts if part]
-
-
-def updaters(holders: Holders, sharing: Sharing) -> dict[WeightSlice, Group]:
+def updaters(holders: Holders, replicas: Replicas) -> dict[WeightSlice, Group]:
     """The ranks of all replicas that update each slice, or part of one.
 
     Raises:
@@ -98,7 +34,7 @@ def updaters(holders: Holders, sharing: Sharing) -> dict[WeightSlice, Group]:
     """
     found: dict[WeightSlice, Group] = {}
     for piece, devices in holders.trained():
-        groups = sharing(devices)
+        groups = replicas.sharing_groups(devices)
         if len(set(map(len, groups))) > 1:
             raise StrategyError(
                 f"--sync-every averages equal parts of replicas, and ranks {groups[0]} share "
@@ -150,7 +86,6 @@ class ReplicaAverages:
         self,
         holders: Holders,
         replicas: Replicas,
-        sharing: Sharing,
         own: Mapping[WeightSlice, nn.Parameter],
         world: World,
         recorder: Recorder,
@@ -159,7 +94,7 @@ class ReplicaAverages:
     ) -> None:
         outer = options.outer
         assert outer is not None, "gradients are summed otherwise"
-        held_by = updaters(holders, sharing)
+        held_by = updaters(holders, replicas)
         made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(held_by, replicas)}
         self.replicas = replicas
         self._ranks = next((ranks for ranks in made if world.rank in ranks), ())

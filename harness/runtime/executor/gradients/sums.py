@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.routes import first_bucket_bytes
+from harness.domain.shard_state import Group
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import reduced
 from harness.runtime.engines.engine import CollectiveSpans
@@ -30,8 +31,6 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
-
-Group = tuple[int, ...]
 
 
 class SumGroups(NamedTuple):

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from harness.domain.shard_state import equal_nodes
+from harness.domain.shard_state import Group, equal_nodes
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import EngineOptions
-from harness.runtime.executor.gradients.averages import Replicas
 from harness.runtime.executor.gradients.deferred import Deferred
-from harness.runtime.executor.gradients.sums import GradientSync, Group, SumGroups, sum_buckets
+from harness.runtime.executor.gradients.sums import GradientSync, SumGroups, sum_buckets
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.program.program import Program
-from harness.runtime.executor.sharded.owners import Owners, Sharing
+from harness.runtime.executor.sharded.owners import Owners
+from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.sharded.scatters import scatter_buckets
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.executor.transport.groups import Groups
@@ -105,12 +105,11 @@ def may_block(holders: Holders) -> bool:
 
 
 def make_groups(
-    holders: Holders, replicas: Replicas, strategy: Strategy, sharing: Sharing, groups: Groups,
-    world: World,
-) -> dict[Group, SumGroups]:  # fmt: skip
+    holders: Holders, replicas: Replicas, groups: Groups, world: World
+) -> dict[Group, SumGroups]:
     """This rank's process groups for gradients, by the holders of slices; all ranks must make
     them."""
-    is_scattered = strategy.shard_state != "none"
+    is_scattered = replicas.is_sharded
     # Else waiting for sums between nodes could wait for this rank.
     is_apart = world.backend == "nccl" or may_block(holders)
 
@@ -120,7 +119,7 @@ def make_groups(
     parts = {part for group in holders.groups() for part in replicas.split(group)}
     found: dict[Group, SumGroups] = {}
     for devices in sorted(part for part in parts if len(part) > 1):
-        shared = rows = sharing(devices) if is_scattered else [devices]
+        shared = rows = replicas.sharing_groups(devices) if is_scattered else [devices]
         if len(shared) == 1 and is_scattered and is_apart:
             nodes = equal_nodes(devices, world.hostnames)
             rows = nodes if len(nodes[0]) > 1 else rows

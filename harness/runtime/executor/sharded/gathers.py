@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from harness.domain.schedule import Action
+from harness.domain.shard_state import Group
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.owners import Group, Owners
+from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.sharded.units import UnitPlan, WeightUnit
 from harness.runtime.ranks.world import World
 

@@ -8,21 +8,16 @@ optimizer state it alone keeps:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from harness.domain.strategy import Strategy
+from harness.domain.shard_state import Group
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders, Weights
-
-Group = tuple[int, ...]
-
-
-# The groups of some holders that each keep a slice in parts.
-Sharing = Callable[[Group], Sequence[Group]]
 
 
 def part_holders(piece: WeightSlice, groups: Sequence[Group]) -> dict[WeightSlice, Group]:
@@ -73,9 +68,7 @@ class Owners:
 
     Args:
         weights: this rank's slices, in memory.
-        sharing: equal on all ranks.
         freed: slices that are kept in parts only; their own parts are copies.
-        is_averaging: all shared slices are parts of the state, which averages change.
 
     Attributes:
         own: the parameters that this rank updates, in the order of the model.
@@ -87,16 +80,13 @@ class Owners:
         self,
         holders: Holders,
         weights: Weights,
-        strategy: Strategy,
+        replicas: Replicas,
         rank: int,
-        sharing: Sharing,
         freed: Iterable[WeightSlice],
-        *,
-        is_averaging: bool = False,
     ) -> None:
         self._rank, self._holders = rank, holders
-        self._sharing = sharing
-        self.is_sharded = strategy.shard_state != "none"
+        self._sharing = replicas.sharing_groups
+        self.is_sharded = replicas.is_sharded
         self.freed = frozenset(freed)
         self._ranks: dict[WeightSlice, Group] = {}
         self._parts: dict[WeightSlice, tuple[WeightSlice | None, ...]] = {}
@@ -104,10 +94,12 @@ class Owners:
             if not self.is_sharded or len(devices) == 1:
                 self._ranks[piece] = devices
                 continue
-            n = len(sharing(devices)[0])
+            groups = self._sharing(devices)
+            n = len(groups[0])
             self._parts[piece] = tuple(piece.part(k, n) for k in range(n))
-            self._ranks |= part_holders(piece, sharing(devices))
-        self._in_parts = frozenset(self._parts) if is_averaging else self.freed
+            self._ranks |= part_holders(piece, groups)
+        # Averages change all shared slices, so their parts are the state.
+        self._in_parts = frozenset(self._parts) if replicas.n > 1 else self.freed
         self.own: dict[WeightSlice, nn.Parameter] = {}
         self.shared: list[SharedSlice] = []
         for piece, parameter in weights.trainable().items():

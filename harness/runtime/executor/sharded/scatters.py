@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.shard_state import Group
 from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, SumGroups, buckets_of, view_like
 from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.transport.groups import scatter_sum
 from harness.runtime.ranks.world import World
-
-Group = tuple[int, ...]
 
 
 class PartSum:

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.domain.checkpoints import is_full
-from harness.domain.shard_state import equal_nodes, shards_parameters
+from harness.domain.shard_state import Group, equal_nodes, shards_parameters
 from harness.domain.strategy import Strategy
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.owners import Group, SharedSlice, Sharing, flat
+from harness.runtime.executor.sharded.owners import SharedSlice, flat
+from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
@@ -58,7 +59,7 @@ class UnitPlan:
 def plan_units(
     holders: Holders,
     strategy: Strategy,
-    sharing: Sharing,
+    replicas: Replicas,
     unit_bytes: int,
     segments: Mapping[int, int],
 ) -> list[UnitPlan]:
@@ -73,7 +74,7 @@ def plan_units(
     shared = [
         (piece, group)
         for piece, devices in holders.trained()
-        for group in sharing(devices)
+        for group in replicas.sharing_groups(devices)
         if len(group) > 1
     ]
     is_freeing = shards_parameters(strategy.shard_state)
@@ -127,10 +128,10 @@ def plan_units(
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_alike))
 
 
-def warn_if_unsharded(holders: Holders, strategy: Strategy, sharing: Sharing) -> None:
+def warn_if_unsharded(holders: Holders, strategy: Strategy, replicas: Replicas) -> None:
     """Log a warning if several ranks hold each weight, and none of them share its state."""
     held = [devices for _, devices in holders.trained() if len(devices) > 1]
-    groups = [group for devices in held for group in sharing(devices)]
+    groups = [group for devices in held for group in replicas.sharing_groups(devices)]
     if strategy.shard_state != "none" and groups and max(map(len, groups)) == 1:
         _log.warning(
             "shard_state %s divides no weight, because each host (or averaged replica) holds "
