@@ -23,6 +23,7 @@ from harness.measure.statistics import summarize
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks import gather
 from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_duration
 
@@ -38,7 +39,7 @@ def post_ring(out: torch.Tensor, data: torch.Tensor) -> list[Any]:
         dist.P2POp(dist.isend, data, (rank + 1) % size),
         dist.P2POp(dist.irecv, out, (rank - 1) % size),
     ]
-    return list(dist.batch_isend_irecv(moves))
+    return start_messages(moves)
 
 
 class TorchTransport:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from harness.domain.partition import Block, Interval, cut_dim, intersect, volume
 from harness.measure.recorder import Clock
+from harness.runtime.ranks.messages import start_messages
 from harness.workloads.matmul.product import SEED_A, SEED_B, block
 
 # Number of panels in flight or being multiplied.
@@ -243,7 +244,7 @@ class Summa:
                 panels[piece.matrix] = held  # this rank holds the whole panel
             else:
                 buffer.copy_(held)
-        for work in dist.batch_isend_irecv(moves) if moves else []:
+        for work in start_messages(moves):
             work.wait()
         if len(self.blocks) > 1:
             marks.append((start, self.clock.mark()))

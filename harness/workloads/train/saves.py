@@ -17,6 +17,7 @@ import torch.distributed as dist
 from harness.measure.recorder import Recorder
 from harness.measure.store import replacing
 from harness.runtime.executor.state.shard import StateShard, shard_name
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.sharing import has_size
 from harness.runtime.ranks.world import World
 
@@ -143,7 +144,7 @@ def copy_to_second_host(
                     block = torch.empty(n_bytes, dtype=torch.uint8)
                     messages.append(dist.P2POp(dist.irecv, block, rank, group))
                     received[rank] = block
-            for work in dist.batch_isend_irecv(messages):
+            for work in start_messages(messages):
                 work.wait()
             for rank, block in received.items():
                 copies[rank].write(block.numpy().tobytes())

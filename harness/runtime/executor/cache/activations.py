@@ -22,6 +22,7 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.program.program import DataKey, Program, Recorded
 from harness.runtime.executor.state.weights import Holders, Use, Weights
 from harness.runtime.ranks.gather import gather_objects
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import World
 
 # Bytes of a message: large enough for the bandwidth of a link, small beside the memory of a rank.
@@ -158,7 +159,7 @@ def _send_and_receive(
             flat = torch.empty(n_bytes, dtype=torch.uint8, device=world.wire)
             operations.append(dist.P2POp(dist.irecv, flat, source))
             received.append((samples, flat))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
+    for work in start_messages(operations):
         work.wait()
     for samples, flat in received:
         like = rows.like(len(samples))

@@ -32,6 +32,7 @@ from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.state import StateGatherer
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.gather import gather_objects
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import World
 
 # The devices that hold each slice.
@@ -217,7 +218,7 @@ class StateTransfer:
         sent, received = self._outgoing, self._incoming
         operations = [dist.P2POp(dist.isend, flat, rank) for rank, flat in sent.items()]
         operations += [dist.P2POp(dist.irecv, flat, rank) for rank, flat in received.items()]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = start_messages(operations)
         for block in self._kept:
             self._keep(block)
         for work in works:

@@ -6,8 +6,9 @@
 
 Sharded gradients are summed after each microbatch's backward, so that a rank never keeps whole
 gradients of more than the buckets that are on their way; where only the optimizer's state is
-sharded, those of all microbatches are summed after the last one's. Over gloo a reduce-scatter is an
-all-to-all and a local sum, because gloo's own is an all-reduce.
+sharded, those of all microbatches are summed after the last one's. Over gloo a reduce-scatter is
+messages and a local sum, because gloo's own is an all-reduce, and its all-to-all sends to a rank
+only after it has received from it.
 
 Holders on several hosts sum within each host first, then parts between the hosts, which so send
 each element once. Groups of holders that each keep the whole slice in parts
@@ -30,7 +31,11 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, SumGroups, buckets_of, view_like
 from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.transport.groups import scatter_sum
+from harness.runtime.ranks.messages import PendingMessages, start_messages
 from harness.runtime.ranks.world import World
+
+# Of messages in torch's default group, apart from those of activations (`transport.channels`).
+_TAG = (1 << 31) - 1
 
 
 class PartSum:
@@ -69,10 +74,24 @@ class PartSum:
                 return scatter_sum(received, sent, group, is_async=True)
             parts = list(sent.split(self._sizes))
             return dist.reduce_scatter(received, parts, group=group, async_op=True)
-        counts = [self.n_own] * len(self._sizes)
-        return dist.all_to_all_single(
-            self._received, self._sent, counts, self._sizes, group=group, async_op=True
-        )
+        return PendingMessages(start_messages(self._messages(group)))
+
+    def _messages(self, group: Any) -> list[dist.P2POp]:
+        """Sends and receives of all ranks' parts but this one's, which is copied."""
+        assert self._sent is not None, "it is packed"
+        assert self._received is not None, "it is packed"
+        ranks = dist.get_process_group_ranks(group)
+        found = []
+        for k, part in enumerate(self._sent.split(self._sizes)):
+            received = self._received[k * self.n_own : (k + 1) * self.n_own]
+            if k == self._here:
+                received.copy_(part)
+                continue
+            if len(received):
+                found.append(dist.P2POp(dist.irecv, received, ranks[k], group, _TAG))
+            if len(part):
+                found.append(dist.P2POp(dist.isend, part, ranks[k], group, _TAG))
+        return found
 
     def add_to(self, target: Tensor) -> None:
         """Add this rank's part of the sum."""

@@ -30,6 +30,7 @@ from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.ranks.failures import blaming_peers
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class WeightUnit:
                     for buffer in self._parts[number]
                     if buffer.numel()
                 ]
-        self._works += dist.batch_isend_irecv(operations) if operations else []
+        self._works += start_messages(operations)
 
     def _buffer(self, rows: list[Tensor]) -> Tensor:
         """Memory to receive rows in: their own if possible."""

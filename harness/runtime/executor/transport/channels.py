@@ -36,6 +36,7 @@ from harness.runtime.executor.run.timetable import Order
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import End, Message
 from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import World
 
 Label = Callable[[], str]
@@ -215,7 +216,7 @@ class Channels:
         if not self.is_muted:
             group = self._inner_groups[tuple(sorted(devices))]
             with self._waiting(name, source, target):
-                works = dist.batch_isend_irecv([
+                works = start_messages([
                     dist.P2POp(dist.isend, sent, target, group),
                     dist.P2POp(dist.irecv, received, source, group),
                 ])  # fmt: skip
