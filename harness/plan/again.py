@@ -76,15 +76,15 @@ class FoundAgain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search_again(request: SearchAgain) -> FoundAgain:
-    """Search by the request, with the state sharded that the start shards; errors are part of the
-    answer."""
+    """Search by the request, with the state sharded that the start shards, else what memory needs,
+    because the part of a lost rank would be lost; errors are part of the answer."""
     start = request.start
     shared = {name: getattr(request, name) for name in request.__struct_fields__}
     options = shared.pop("options")
     if start is not None and start.shard_state != "none":
         shared["shard_state"] = start.shard_state
     try:
-        found = search_portfolio(PlanRequest(**shared), options=options)
+        found = search_portfolio(PlanRequest(**shared, shards_for_speed=False), options=options)
     except HarnessError as error:
         return FoundAgain(error=str(error))
     best = found.best if request.most_replicas is None else found.leanest(_ABOUT_AS_FAST)

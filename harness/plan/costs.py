@@ -51,6 +51,7 @@ class PlanRequest:
         most_replicas: most devices of a stage, in which case pipelines alone are searched; None
             for no limit.
         shard_state: what every plan shards of its training state; None: what memory needs.
+        shards_for_speed: without `shard_state`, also the optimizer's, where a step is faster so.
         reduce_dtype: fp32, or bf16 if gradients are rounded for their sum over devices.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
@@ -67,6 +68,7 @@ class PlanRequest:
     start: Strategy | None = None
     most_replicas: int | None = None
     shard_state: ShardState | None = None
+    shards_for_speed: bool = True
     reduce_dtype: str = "fp32"
     seed: int = 0
     progress: Callable[[SearchProgress], None] = ignore_progress

@@ -49,11 +49,7 @@ class Searched:
     def ranked(self) -> list[Candidate]:
         """The fastest plan of each standard strategy and each search that fits into memory; no
         plan twice; fastest first."""
-        distinct: list[Candidate] = []
-        for candidate in sorted(self.objective.best_of.values(), key=lambda c: c.step_s):
-            if not any(candidate.strategy == other.strategy for other in distinct):
-                distinct.append(candidate)
-        return distinct
+        return self.objective.ranked()
 
     def leanest(self, most: float) -> Candidate:
         """The plan on the fewest devices whose step is at most `most` times the best's."""
@@ -143,13 +139,15 @@ def search_portfolio(
     interrupted = False
     try:
         standards += _judge_standards(simulator, batch, request, objective)
-        Searches(simulator, batch, request, objective, exhaustive_up_to).run()
+        searches = Searches(simulator, batch, request, objective, exhaustive_up_to)
+        searches.run()
+        searches.shard_fastest()
     except KeyboardInterrupt:
         if objective.best is None:
             raise
         interrupted = True
     if objective.best is None:
-        raise PlanError(_nothing_fits(simulator, objective))
+        raise PlanError(_nothing_fits(simulator, objective, request))
     return Searched(
         simulator=simulator, objective=objective, standards=standards, interrupted=interrupted
     )
@@ -194,7 +192,7 @@ def _check_start(start: Strategy, simulator: Simulator, batch: int) -> None:
         validate(start, simulator.graph, simulator.cluster)
 
 
-def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
+def _nothing_fits(simulator: Simulator, objective: Objective, request: PlanRequest) -> str:
     limit = format_bytes(float(simulator.limits.max()))
     is_early = objective.is_out_of_time()
     return (
@@ -202,7 +200,7 @@ def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
         f"{' in the time given' if is_early else ''}, the closest needs "
         f"{1 + objective.least_excess:.2f} times the memory of its fullest device (largest device "
         f"{limit}): {'give more --search-seconds, ' if is_early else ''}add devices or "
-        "memory, or lower the batch"
+        f"memory, or lower the batch{', or shard state' if request.shard_state == 'none' else ''}"
     )
 
 
@@ -245,7 +243,11 @@ def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Si
 def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
     """How much better than data parallel, and the parts of the data-parallel step."""
     ddp = next((s for s in standards if s.strategy.name == "ddp"), None)
-    if ddp is None or ddp.strategy.operators == simulation.strategy.operators:
+    chosen = simulation.strategy
+    if ddp is None or (ddp.strategy.operators, ddp.strategy.shard_state) == (
+        chosen.operators,
+        chosen.shard_state,
+    ):
         return []
     fits = "" if ddp.fits else " (and does not fit into memory)"
     lines = [

@@ -5,7 +5,7 @@ cost of planning does not grow with the number of devices, but for the strategy'
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -29,7 +29,12 @@ from harness.plan.layouts.links import NodeLinks, replicas_in_node, transfer_sec
 from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import useful_states
+from harness.plan.simulate.sharded_state import (
+    LEAST_GAIN,
+    MOST_COMPARED,
+    may_shard_for_speed,
+    useful_states,
+)
 from harness.units import format_bytes
 
 _MOST_RUNNERS_UP = 8
@@ -66,7 +71,13 @@ def plan(request: PlanRequest) -> PlanResult:
             f"no layout shares a batch of {batch} among all {request.cluster.n_devices} devices: "
             "give a batch of a multiple of them, or fewer devices"
         )
-    found.sort(key=lambda choice: (choice.memory_bytes > limit, choice.step_s, choice.name))
+
+    def rank(choice: Choice) -> tuple[bool, float, str]:
+        return choice.memory_bytes > limit, choice.step_s, choice.name
+
+    found.sort(key=rank)
+    if request.shards_for_speed:
+        found = sorted([*found, *search.sharded(found)], key=rank)
     if found[0].memory_bytes > limit:
         least = min(choice.memory_bytes for choice in found)
         raise PlanError(
@@ -104,6 +115,7 @@ class LayoutSearch:
         self.options = options or SimulatorOptions()
         self.links = NodeLinks.from_cluster(cluster)
         self._placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
+        self._groups: dict[int, Group] = {}
         self._segments: dict[tuple[int, int], list[int]] = {}
         self._stages: dict[tuple[int, int, int, bool], list[tuple[int, ...]]] = {}
 
@@ -111,16 +123,27 @@ class LayoutSearch:
         """Every layout, with each size of microbatch that is a power of two."""
         n = self.cluster.n_devices
         for tp in _divisors(self.links.n_each):
-            group = Group(self.graph, self.profile, self.cluster, tp, self.options)
             for pp in _divisors(n // tp):
                 dp = n // tp // pp
                 if pp <= len(self._placed) and self.batch % dp == 0:
-                    yield from self._of_degrees(group, ParallelLayout(tp=tp, dp=dp, pp=pp))
+                    yield from self._of_degrees(ParallelLayout(tp=tp, dp=dp, pp=pp))
+
+    def sharded(self, ranked: Sequence[Choice]) -> list[Choice]:
+        """The first layouts with the optimizer's state sharded, if no state was asked for: those
+        that gain enough on the first."""
+        if self.shard_state is not None or not may_shard_for_speed(self.graph, self.options):
+            return []
+        plain = [one for one in ranked if self._fits(one) and one.shard_state == "none"]
+        found = [
+            self._price(one.layout, one.n_microbatches, one.segments, "optimizer")
+            for one in plain[:MOST_COMPARED]
+            if one.layout.dp > 1
+        ]
+        return [one for one in found if one.step_s <= plain[0].step_s / LEAST_GAIN]
 
     def single_s(self) -> float:
         """Of the batch on one device, in the best size of microbatch, whatever it needs."""
-        group = Group(self.graph, self.profile, self.cluster, 1, self.options)
-        costs = {samples: group.costs(samples) for samples in self._sizes(self.batch)}
+        costs = {samples: self._costs(1, samples) for samples in self._sizes(self.batch)}
         return min(
             self.batch // samples * float((found.forward_s + found.backward_s).sum())
             for samples, found in costs.items()
@@ -132,26 +155,38 @@ class LayoutSearch:
             return [own]
         return [2**k for k in range(own.bit_length()) if own % 2**k == 0]
 
-    def _of_degrees(self, group: Group, layout: ParallelLayout) -> Iterator[Choice]:
+    def _costs(self, tp: int, samples: int) -> GroupCosts:
+        if tp not in self._groups:
+            self._groups[tp] = Group(self.graph, self.profile, self.cluster, tp, self.options)
+        return self._groups[tp].costs(samples)
+
+    def _price(
+        self, layout: ParallelLayout, n_microbatches: int, segments: int, shard_state: ShardState
+    ) -> Choice:
+        """Price a layout with its cuts."""
+        samples = self.batch // layout.dp // n_microbatches
+        return price(
+            layout,
+            n_microbatches,
+            segments=segments,
+            segment_cuts=self._segment_cuts(layout, segments),
+            shard_state=shard_state,
+            costs=self._costs(layout.tp, samples),
+            links=self.links,
+            options=self.options,
+        )
+
+    def _of_degrees(self, layout: ParallelLayout) -> Iterator[Choice]:
         own = self.batch // layout.dp
         for samples in self._sizes(own):
             try:
-                costs = group.costs(samples)
+                costs = self._costs(layout.tp, samples)
             except StrategyError:  # a group of this size cannot share an operator
                 return
             for segments in (0, 1, MOST_OF_STAGE):
                 fit_unsharded = True
                 for cut in self._cut(layout, samples, costs, recompute=segments > 0):
-                    priced = partial(
-                        price,
-                        cut,
-                        own // samples,
-                        segments=segments,
-                        segment_cuts=self._segment_cuts(cut, segments),
-                        costs=costs,
-                        links=self.links,
-                        options=self.options,
-                    )
+                    priced = partial(self._price, cut, own // samples, segments)
                     found = self._in_states(layout, priced)
                     yield from found
                     fit_unsharded &= len(found) == 1 and self._fits(found[0])

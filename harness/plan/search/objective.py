@@ -94,10 +94,22 @@ class Objective:
         """Whether nothing fits yet, or something faster than the best does not."""
         return self.best is None or self._least_unfit_s < self.best.step_s
 
-    def judge(self, trial: Trial) -> float:
+    def ranked(self) -> list[Candidate]:
+        """The fastest plan of each search; no plan twice; fastest first."""
+        distinct: list[Candidate] = []
+        for candidate in sorted(self.best_of.values(), key=lambda c: c.step_s):
+            if not any(candidate.strategy == other.strategy for other in distinct):
+                distinct.append(candidate)
+        return distinct
+
+    def judge(self, trial: Trial, most_s: float = math.inf) -> float:
         """Simulate the trial as it is now; its step, longer the more memory its fullest device
         lacks, and the more operators are planned unlike others which share a batch norm or a weight
-        with them."""
+        with them.
+
+        Args:
+            most_s: of a step, to be remembered.
+        """
         began = time.process_time()
         out = trial.outcome()
         limits = self.simulator.limits
@@ -108,7 +120,8 @@ class Objective:
         if n_unlike:
             excess += n_unlike
         elif excess == 0:
-            self._remember(trial, out.step_s)
+            if out.step_s <= most_s:
+                self._remember(trial, out.step_s)
         else:
             self._least_unfit_s = min(self._least_unfit_s, out.step_s)
         self.judging_s += time.process_time() - began

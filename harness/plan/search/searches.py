@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
+
 from harness.domain.checkpoints import can_recompute, n_segments_of_least_memory
 from harness.domain.schedule import SCHEDULES, ScheduleName
 from harness.domain.shard_state import ShardState, shards_parameters
@@ -18,7 +20,12 @@ from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
-from harness.plan.simulate.sharded_state import useful_states
+from harness.plan.simulate.sharded_state import (
+    LEAST_GAIN,
+    MOST_COMPARED,
+    may_shard_for_speed,
+    useful_states,
+)
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.units import format_count
 
@@ -74,6 +81,7 @@ class Searches:
         network, options = simulator.network, simulator.options
         states = useful_states(network.n_devices, options, network.n_in_node)
         self._states = states if request.shard_state is None else ()
+        self._shards_for_speed = request.shard_state is None and request.shards_for_speed
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""
@@ -93,6 +101,22 @@ class Searches:
                 return
             share = self.budget // 2 if k == 0 else self.budget // (4 * max(1, len(flows) - 1))
             self._chains(flow, share)
+
+    def shard_fastest(self) -> None:
+        """Judge the fastest plans again with the optimizer's state sharded, and keep those that
+        gain enough on the fastest plan, which is judged even after the request's time."""
+        objective, simulator = self.objective, self.simulator
+        if not (self._shards_for_speed and may_shard_for_speed(simulator.graph, simulator.options)):
+            return
+        plain = [one for one in objective.ranked() if one.strategy.shard_state == "none"]
+        for k, one in enumerate(plain[:MOST_COMPARED]):
+            if k and objective.is_out_of_time():
+                return
+            sharded = msgspec.structs.replace(one.strategy, shard_state="optimizer")
+            trial = Trial.from_strategy(simulator, sharded)
+            if any(len(group) > 1 for _, group in trial.slices()):
+                objective.start(f"{one.method}, sharded optimizer")
+                objective.judge(trial, most_s=plain[0].step_s / LEAST_GAIN)
 
     def _flows(self) -> list[_Flow]:
         """For single-stage strategies: whole batches first. Where memory binds, also recomputation

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from harness.domain.checkpoints import is_full, segment_numbers
+from harness.domain.graph import Graph, Operator
 from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
@@ -37,6 +38,12 @@ Group = tuple[int, ...]
 Slice = tuple[int, Group]
 # The groups of some holders that each keep a slice in parts.
 Sharing = Callable[[Group], Sequence[Group]]
+
+# Where memory needs no sharded state, a plan shards the optimizer's if that makes its step so many
+# times as fast; a search compares so many of its fastest plans. Less could be an error of the
+# prediction, and whole state outlives a lost rank.
+LEAST_GAIN = 1.02
+MOST_COMPARED = 8
 
 
 def useful_states(
@@ -52,6 +59,25 @@ def useful_states(
     is_split, has_state = 1 < n_in_node < n_holders, options.n_optimizer_states > 0
     known = (state for state in SHARD_STATES[1:] if is_split or not shards_in_nodes(state))
     return tuple(state for state in known if has_state or not state.startswith("optimizer"))
+
+
+def may_shard_for_speed(graph: Graph, options: SimulatorOptions) -> bool:
+    """Whether training accepts a sharded optimizer that memory does not need, and may gain by it:
+    each device updates a part of the weights, and gathers the others beside the next forward.
+
+    Averaged replicas gather them at once, asynchronous training updates all, and a hook may need
+    the whole gradient of a parameter.
+    """
+    is_hooked = any(map(_may_have_hooks, graph.operators))
+    return not (is_hooked or options.sync_every > 1 or options.updates_each_microbatch)
+
+
+def _may_have_hooks(operator: Operator) -> bool:
+    """Whether parameters of an operator may have hooks: those of one that a capture leaves whole,
+    without saying why."""
+    has_parameters = bool(operator.weight_bytes or operator.attrs.get("parameters"))
+    is_whole = operator.kind == "other" and operator.attrs.get("is_repeatable") is False
+    return is_whole and has_parameters
 
 
 def fill(

@@ -152,11 +152,12 @@ def worth_trying(found: Searched, most: int) -> list[Candidate]:
 
 
 def unlike_first(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each schedule, of one device and of those without stages, then the others,
-    because predictions of like plans err alike."""
+    """The first of each schedule and sharded state, of one device and of those without stages, then
+    the others, because predictions of like plans err alike."""
     firsts = {
-        (c.n_devices > 1, len(c.strategy.stages) > 1 and c.strategy.schedule): c
+        (c.n_devices > 1, len(s.stages) > 1 and s.schedule, s.shard_state): c
         for c in reversed(ranked)
+        for s in (c.strategy,)
     }
     return sorted(ranked, key=lambda candidate: candidate not in firsts.values())
 

@@ -174,6 +174,8 @@ def search_config_of(case: TrainCase) -> SearchConfig:
     return replace(
         SearchConfig(**shared_flags(case, SearchConfig)),
         batch_size=case.batch,
+        # A lost rank's part of sharded state would be lost.
+        shard_state="none" if case.survive and case.asked_state is None else case.shard_state,
         **fitted_flags(fitted_options(case)),
     )
 

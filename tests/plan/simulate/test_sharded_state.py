@@ -1,9 +1,12 @@
 """Sharded state: what each device keeps, and the collectives that this takes."""
 
+import itertools
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
+from made_graphs import changed
 from simulated import (
     BY_SAMPLES,
     ONE,
@@ -16,9 +19,11 @@ from simulated import (
 )  # fmt: skip
 
 from harness.domain.cluster import Cluster
+from harness.domain.profile import OptimizerTime
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import OperatorPlan, Stage
-from harness.plan.costs import PlanRequest
+from harness.plan.again import SearchAgain, search_again
+from harness.plan.costs import PlanRequest, run
 from harness.plan.importing.times import (
     LayerTime,
     PlannedLayer,
@@ -278,3 +283,78 @@ def test_a_search_shards_within_nodes_where_links_between_them_are_slow():
     hidden_s = 15 * 1.0 / 4
     assert step_s["parameters_in_node"] - hidden_s == pytest.approx(step_s["gradients"], rel=1e-3)
     assert step_s["parameters_in_node"] < 0.8 * step_s["parameters"]
+
+
+def wide_layers(optimizer_s_per_byte, bandwidth=16.0):
+    """Two layers of 1 s and 2 s for half of the batch, with 16 B of weights each. As outputs
+    take minutes to travel, data parallelism is fastest."""
+    graph = chain_graph("wide", [PlannedLayer(f"l{k}", 16, 1000, 0) for k in range(2)], 8)
+    times = {TimeKey("device", n): [LayerTime(n / 4, n / 2)] * 2 for n in (1, 2, 4, 8)}
+    timed = OptimizerTime(device_kind="device", optimizer="sgd", s_per_byte=optimizer_s_per_byte)
+    profile = msgspec.structs.replace(layer_profile(graph, times), optimizers=[timed])
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=bandwidth, memory_bytes=10**6)
+    return PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=100)
+
+
+COSTS = pytest.mark.parametrize("cost", ["simulator", "layouts"])
+
+
+@COSTS
+@pytest.mark.parametrize(
+    ("optimizer_s_per_byte", "bandwidth", "state"),
+    [
+        # Each updates half of the weights, 1.6 s instead of 3.2 s.
+        (0.1, 16.0, "optimizer"),
+        # 32 B go both ways in 2 s: after the backward, or half of them before the forward.
+        (0.0, 16.0, "none"),
+        # 0.16 s of 8.32 s are within the error of a prediction.
+        (0.01, 16.0, "none"),
+        (0.0, 1e6, "none"),
+    ],
+)
+def test_a_search_shards_the_optimizer_where_that_is_faster(
+    optimizer_s_per_byte, bandwidth, state, cost
+):
+    request = wide_layers(optimizer_s_per_byte, bandwidth)
+    found = run(cost, request)
+    assert found.strategy.shard_state == state
+    assert run(cost, request).strategy == found.strategy
+    whole = run(cost, replace(request, shard_state="none"))
+    assert whole.strategy.shard_state == "none"
+    if state == "none":
+        assert found.predicted_step_s == whole.predicted_step_s
+    else:
+        assert whole.predicted_step_s - found.predicted_step_s == pytest.approx(1.6)
+
+
+@COSTS
+def test_a_search_leaves_the_optimizer_whole_where_a_gradient_may_have_a_hook(cost):
+    request = wide_layers(0.1)
+    graph = changed(request.graph, ["l1"], kind="other", attrs={"is_repeatable": False})
+    assert run(cost, replace(request, graph=graph)).strategy.shard_state == "none"
+
+
+def test_averaged_replicas_do_not_shard_the_optimizer_for_speed():
+    request, options = wide_layers(0.1), SimulatorOptions(optimizer_s_per_byte=0.1)
+    for how, state in ((options, "optimizer"), (options.averaging(4), "none")):
+        assert search_portfolio(request, options=how).best.strategy.shard_state == state
+
+
+def test_a_search_beside_training_shards_what_the_strategy_of_now_shards():
+    request = wide_layers(0.1)
+    again = SearchAgain(
+        graph=request.graph, cluster=request.cluster, profile=request.profile, batch=8, budget=100,
+        options=SimulatorOptions(optimizer_s_per_byte=0.1),
+    )  # fmt: skip
+    sharded = run("simulator", request).strategy
+    starts = {"none": None, "optimizer": sharded}
+    for state, start in starts.items():
+        found = search_again(msgspec.structs.replace(again, start=start))
+        assert found.strategy.shard_state == state
+
+
+def test_the_fastest_plan_is_compared_with_sharded_state_even_out_of_time():
+    request = replace(wide_layers(0.1), seconds=12)  # looks at the clock: after ddp
+    found = search_portfolio(request, clock=itertools.count().__next__)
+    assert found.best.method == "ddp, sharded optimizer"
+    assert found.objective.n_proposals < 10

@@ -62,11 +62,12 @@ def test_it_ends_when_it_is_late_after_the_first_rounds():
     assert [len(own) for own in found] == [LEAST_ROUNDS + 1] * 2
 
 
-def test_the_best_of_each_schedule_is_tried_before_second_bests():
-    def plan(method, schedule, n_stages, n_devices=4):
+def test_the_best_of_each_schedule_and_sharded_state_is_tried_before_second_bests():
+    def plan(method, schedule, n_stages, n_devices=4, shard_state="none"):
         strategy = Strategy(
             name="searched", batch=8, operators={"a": OperatorPlan({}, list(range(n_devices)))},
             n_microbatches=2, schedule=schedule, stages=[Stage()] * n_stages,
+            shard_state=shard_state,
         )  # fmt: skip
         return Candidate(method, 1.0, strategy)
 
@@ -74,9 +75,10 @@ def test_the_best_of_each_schedule_is_tried_before_second_bests():
         plan("whole", "gpipe", 0), plan("MCMC", "gpipe", 1), plan("dp", "1f1b", 2),
         plan("dp of 4", "1f1b", 4), plan("by hand", "interleaved", 4), plan("gpipe", "gpipe", 2),
         plan("single", "gpipe", 1, n_devices=1),
+        plan("sharded", "gpipe", 1, shard_state="optimizer"),
     ]  # fmt: skip
     found = [candidate.method for candidate in unlike_first(ranked)]
-    assert found == ["whole", "dp", "by hand", "gpipe", "single", "MCMC", "dp of 4"]
+    assert found == ["whole", "dp", "by hand", "gpipe", "single", "sharded", "MCMC", "dp of 4"]
 
 
 def test_the_title_names_what_was_measured():

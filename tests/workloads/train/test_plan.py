@@ -210,6 +210,14 @@ def test_needs_are_met_by_finished_runs(tmp_path):
     assert not unknown.is_met(tmp_path, here)
 
 
+def test_a_plan_that_survives_a_lost_rank_shards_only_what_is_asked_for():
+    asked = {"auto": "none", "optimizer_in_node": "optimizer_in_node"}
+    for given, wanted in asked.items():
+        case = replace(CASES["searched"], shard_state=given)
+        assert search_config_of(case).shard_state == given
+        assert search_config_of(replace(case, survive=True)).shard_state == wanted
+
+
 def test_a_profile_that_was_made_ahead_is_known(tmp_path):
     planned_results.write_profile(tmp_path, search_config_of(CASE), 2)
     (made,) = profile_cases(ProfileConfig(model=CASE.model, batch_size=CASE.batch), 2)
