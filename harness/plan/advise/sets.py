@@ -22,7 +22,7 @@ _ETHERNET_BITS_PER_S = (1e9, 10e9, 25e9, 50e9, 100e9, 200e9, 400e9)
 
 
 def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """The cluster of some devices, by position, with the links among them and its all-reduce."""
+    """The cluster of some devices, by position, with the links among them and its curves."""
     if len(set(devices)) == cluster.n_devices:
         return cluster
     return _with_curves(cluster, cluster.part(devices))
@@ -103,20 +103,23 @@ def _ring_s(network: Network, n_ranks: int, n_bytes: int) -> float:
 
 
 def _with_curves(old: Cluster, new: Cluster) -> Cluster:
-    """Carry the measured all-reduce over: measured time x ring on the new links / on the old ones.
+    """Carry measured collectives over: measured time x ring on the new links / on the old ones.
 
     Curves are measured between nodes, so a group inside a node has none.
     """
     is_inside = len(new.nodes) == 1 and len(old.nodes) > 1
-    points = [p for p in old.collectives if p.operation == "all_reduce" and p.n_ranks > 1]
+    points = [p for p in old.collectives if p.n_ranks > 1]
     if is_inside or new.n_devices == 1 or not points:
         return msgspec.structs.replace(new, collectives=[])
     before, after = (Network(msgspec.structs.replace(one, collectives=[])) for one in (old, new))
-    most = max(point.n_ranks for point in points)
+    most: dict[str, int] = {}
+    for point in points:
+        most[point.operation] = max(point.n_ranks, most.get(point.operation, 0))
     n, moved = new.n_devices, []
     for point in points:
-        if point.n_ranks == most:
-            ratio = _ring_s(after, n, point.n_bytes) / _ring_s(before, most, point.n_bytes)
+        if point.n_ranks == most[point.operation]:
+            old_s = _ring_s(before, point.n_ranks, point.n_bytes)
+            ratio = _ring_s(after, n, point.n_bytes) / old_s
             seconds = point.duration_s * ratio
             moved.append(msgspec.structs.replace(point, n_ranks=n, duration_s=seconds))
     return msgspec.structs.replace(new, collectives=moved)

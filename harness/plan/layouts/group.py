@@ -76,7 +76,10 @@ class Group:
         self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
     ) -> None:
         self._graph, self._tp = graph, tp
-        self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
+        own = cluster.part(range(tp))
+        # Curves of several nodes do not apply inside one.
+        curves = own.collectives if len(cluster.nodes) == 1 else []
+        self._cluster = msgspec.structs.replace(own, collectives=curves)
         self._simulator = Simulator(graph, profile, self._cluster, options=options)
         self._known: dict[int, GroupCosts] = {}
         kind = cluster.devices[0].kind

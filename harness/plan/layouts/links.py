@@ -10,11 +10,12 @@ import numpy.typing as npt
 from harness.domain.cluster import Cluster
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.simulate.network import CollectiveName, Curves
 from harness.plan.simulate.transfers import Floats, Ints
 
 
 class NodeLinks(NamedTuple):
-    """Links of equal nodes: bytes/s and seconds."""
+    """Links of equal nodes: bytes/s and seconds; and measured curves of collectives."""
 
     n_each: int
     inside: float
@@ -22,10 +23,29 @@ class NodeLinks(NamedTuple):
     between: float
     between_latency_s: float
     nic: float
+    curves: Curves
 
     def shared(self, n_flows: int) -> float:
         """Bytes/s of each of some flows from one node to another."""
         return min(self.between, self.nic / min(n_flows, self.n_each))
+
+    def measured(
+        self,
+        operation: CollectiveName,
+        n_ranks: int,
+        n_bytes: Floats,
+        *,
+        spans_nodes: bool,
+        n_flows: int = 1,
+    ) -> Floats | None:
+        """Seconds of a collective by its measured curve, None without one; of so many that share a
+        NIC at least what that takes for all."""
+        found = self.curves.seconds(operation, n_ranks, n_bytes, spans_nodes=spans_nodes)
+        if found is None or not spans_nodes:
+            return found
+        sent_s = 2 * (n_ranks - 1) / n_ranks * n_bytes / self.nic
+        shared_s: Floats = min(n_flows, self.n_each) * np.minimum(found, sent_s)
+        return np.maximum(found, shared_s, dtype=np.float64)
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> NodeLinks:
@@ -56,6 +76,7 @@ class NodeLinks(NamedTuple):
             min((link.bandwidth_bytes_per_s for link in far), default=np.inf),
             max((link.latency_s for link in far), default=0.0),
             nic or np.inf,
+            Curves(cluster),
         )
 
 
@@ -94,14 +115,20 @@ def replicas_in_node(layout: ParallelLayout, links: NodeLinks) -> int:
 def within_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
     """An all-reduce among the replicas of a stage in each node."""
     n = replicas_in_node(layout, links)
+    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=False)
+    if measured is not None:
+        return measured
     return 2 * (n - 1) * (n_bytes / n / links.inside + links.inside_latency_s)
 
 
 def between_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
     """An all-reduce, among the nodes of a stage, of a part of the bytes on each device."""
     own = replicas_in_node(layout, links)
-    n, rate = layout.dp // own, links.shared(own * layout.tp)
-    return 2 * (n - 1) * (n_bytes / own / n / rate + links.between_latency_s)
+    n, n_flows, n_bytes = layout.dp // own, own * layout.tp, n_bytes / own
+    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=n > 1, n_flows=n_flows)
+    if measured is not None:
+        return measured
+    return 2 * (n - 1) * (n_bytes / n / links.shared(n_flows) + links.between_latency_s)
 
 
 def all_reduce_seconds(
@@ -111,8 +138,11 @@ def all_reduce_seconds(
     its NIC."""
     n = layout.dp * n_stages
     width = layout.n_devices if n_stages > 1 else layout.dp * layout.tp
-    rate, latency_s = links.inside, links.inside_latency_s
-    if width > links.n_each:
+    rate, latency_s, is_far = links.inside, links.inside_latency_s, width > links.n_each
+    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=is_far, n_flows=layout.tp)
+    if measured is not None:
+        return measured
+    if is_far:
         hops = [links.shared(layout.tp)] + [links.inside] * (
             layout.dp > 1 and layout.tp < links.n_each
         )

@@ -34,12 +34,14 @@ from harness.plan.layouts.links import (
     replicas_in_node,
     within_seconds,
 )
+from harness.plan.simulate.network import CollectiveName
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import unit_memory
 from harness.plan.simulate.transfers import Floats, Ints
 
-# Seconds of an all-reduce, by its bytes.
+# Seconds of an all-reduce, by its bytes; of any collective.
 RingSeconds = Callable[[Floats], Floats]
+PartSeconds = Callable[[CollectiveName, Floats], Floats]
 
 
 class Rings(NamedTuple):
@@ -55,7 +57,7 @@ class Rings(NamedTuple):
 
     n_sharing: int
     every: RingSeconds
-    part: RingSeconds
+    part: PartSeconds
     between: RingSeconds
     of_stages: Callable[[Floats, int], Floats]
 
@@ -68,12 +70,19 @@ class Rings(NamedTuple):
         between = partial(between_seconds, layout, links=links)
         n_in_node = replicas_in_node(layout, links)
 
-        def part(n_bytes: Floats) -> Floats:
-            return (within(n_bytes) + between(n_bytes)) / 2 if n_in_node > 1 else every(n_bytes) / 2
+        is_far = layout.dp * layout.tp > links.n_each and not shards_in_nodes(shard_state)
+        n_sharing = n_in_node if shards_in_nodes(shard_state) else layout.dp
 
-        if not shards_in_nodes(shard_state):
-            return cls(layout.dp, every, part, np.zeros_like, of_stages)
-        return cls(n_in_node, every, lambda n: within(n) / 2, between, of_stages)
+        def part(operation: CollectiveName, n_bytes: Floats) -> Floats:
+            found = links.measured(operation, n_sharing, n_bytes, spans_nodes=is_far)
+            if found is not None:
+                return found
+            if is_far and n_in_node == 1:
+                return every(n_bytes) / 2
+            return within(n_bytes) / 2 + (between(n_bytes / 2) if is_far else 0.0)
+
+        outer = between if shards_in_nodes(shard_state) else np.zeros_like
+        return cls(n_sharing, every, part, outer, of_stages)
 
 
 class StageState(NamedTuple):
@@ -157,13 +166,17 @@ def stage_state(
     gather_s = np.zeros(len(stages))
     if not (is_whole or is_freeing):
         is_ahead = options.sync_every == 1
-        gather_s = tied_s + (_ahead_s(stages, units, costs, rings) if is_ahead else rings.part(own))
+        gather_s = (
+            _ahead_s(stages, units, costs, rings) if is_ahead else rings.part("all_gather", own)
+        )
+        gather_s += tied_s
     if is_whole and reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if not is_whole:
         n_rounds = n_microbatches if is_sharded else 1
         last_share = last_s / np.maximum(sync_s, 1e-30)
-        round_s, outer_s = rings.part(own * reduced), rings.between(own * reduced)
+        round_s = rings.part("reduce_scatter", own * reduced)
+        outer_s = rings.between(own * reduced)
         sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
@@ -203,7 +216,8 @@ def _ahead_s(
     gathered after the one before, and beside its forward."""
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
-        gathered_s = rings.part(np.add.reduceat(costs.weight_bytes[begin:end], starts)).cumsum()
+        n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
+        gathered_s = rings.part("all_gather", n_bytes).cumsum()
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         end_s = 0.0
         for arrival_s, each_s in zip(gathered_s.tolist(), forward_s.tolist(), strict=True):
@@ -225,10 +239,10 @@ def _waits(
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = rings.part(n_bytes)
+        gather_s = rings.part("all_gather", n_bytes)
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
-        *sum_s, last_s = rings.part(sent) * options.overlap
+        *sum_s, last_s = rings.part("reduce_scatter", sent) * options.overlap
         *outer_s, last_outer_s = rings.between(sent) * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)

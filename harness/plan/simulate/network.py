@@ -5,19 +5,18 @@ inwards (full duplex), then each device's stream of collectives, which runs one 
 transfer occupies a link for bytes / link bandwidth and a NIC for bytes / NIC bandwidth, so that a
 fast NIC serves several slow links at once.
 
-Of a measured curve of all-reduce, the logarithm of time is linear in the logarithm of size between
-two sizes. Below the smallest size time is constant (latency), above the largest it grows in
-proportion (bandwidth). For a number of ranks that was not measured, the curve of the nearest number
-is scaled by the bytes that a ring moves per rank, 2(n-1)/n.
+Of a measured curve, the logarithm of time is linear in the logarithm of size between two sizes.
+Below the smallest size time is constant (latency), above the largest it grows in proportion
+(bandwidth). For a number of ranks that was not measured, the curve of the nearest number is scaled
+by the share of the bytes that a rank sends, (n-1)/n.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -30,47 +29,56 @@ from harness.plan.simulate.transfers import Floats, Ints
 
 _TRANSPORTS = ("nccl", "gloo", "mpi")
 
+CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
 
 class Curves:
-    """The all-reduce curves of a cluster, of the first transport that has any."""
+    """The measured curves of a cluster, of the first transport that has any."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._n_nodes = len(cluster.nodes)
-        points = [p for p in cluster.collectives if p.operation == "all_reduce" and p.n_ranks > 1]
+        counts = np.bincount(cluster.node_of())
+        self._has_flat_groups = self._n_nodes == 1 or int(counts.max()) == 1
+        points = [p for p in cluster.collectives if p.n_ranks > 1]
         present = [t for t in _TRANSPORTS if any(p.transport == t for p in points)]
-        self._curves: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for point in points:
-            if [point.transport] == present[:1] and point.n_bytes > 0 and point.duration_s > 0:
-                self._curves[point.n_ranks].append((point.n_bytes, point.duration_s))
-        for curve in self._curves.values():
-            curve.sort()
+        self._is_nccl = present[:1] == ["nccl"]
+        self._curves: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
+        for point in sorted(points, key=lambda point: point.n_bytes):
+            if point.transport in present[:1]:
+                curve = self._curves[point.operation].setdefault(point.n_ranks, [])
+                curve.append((point.n_bytes, point.duration_s))
 
-    def all_reduce_s(self, n_ranks: int, n_bytes: int, *, spans_nodes: bool) -> float | None:
-        """Seconds of one all-reduce, or None if no measured curve applies.
+    def seconds(
+        self, operation: CollectiveName, n_ranks: int, n_bytes: Floats | float, *, spans_nodes: bool
+    ) -> Floats | None:
+        """Seconds of one collective, by its bytes, or None if no measured curve applies.
 
-        Curves of a cluster of several nodes do not apply to a group inside one node.
+        Curves of a cluster of several nodes do not apply to a group inside one node. Parts are
+        exchanged node by node where nodes have several devices, and over gloo by messages of all to
+        all, because its own reduce-scatter and all-gather send more; so are they by the executor.
         """
-        if not self._curves or (self._n_nodes > 1 and not spans_nodes):
+        is_part = operation != "all_reduce"
+        curves = self._curves.get("all_to_all" if is_part and not self._is_nccl else operation)
+        if not curves or (self._n_nodes > 1 and not spans_nodes):
             return None
-        nearest = min(self._curves, key=lambda n: (abs(n - n_ranks), n))
+        if is_part and not self._has_flat_groups:
+            return None
+        nearest = min(curves, key=lambda n: (abs(n - n_ranks), n))
         ratio = ((n_ranks - 1) / n_ranks) / ((nearest - 1) / nearest)
-        return _read(self._curves[nearest], n_bytes) * ratio
+        return _read(curves[nearest], np.asarray(n_bytes, dtype=np.float64)) * ratio
 
 
-def _read(curve: list[tuple[int, float]], n_bytes: int) -> float:
-    k = bisect.bisect_left(curve, (n_bytes, 0.0))
-    if k == 0:
-        return curve[0][1]
-    if k == len(curve):
-        return curve[-1][1] * n_bytes / curve[-1][0]
-    (x0, y0), (x1, y1) = curve[k - 1], curve[k]
-    share = math.log(n_bytes / x0) / math.log(x1 / x0)
-    return math.exp(math.log(y0) + share * math.log(y1 / y0))
+def _read(curve: list[tuple[float, float]], n_bytes: Floats) -> Floats:
+    """Seconds at each number of bytes; 0 of none."""
+    sizes, seconds = np.array(curve).T
+    inside = np.exp(np.interp(np.log(np.maximum(n_bytes, 1)), np.log(sizes), np.log(seconds)))
+    found: Floats = inside * np.maximum(1.0, n_bytes / sizes[-1]) * (n_bytes > 0)
+    return found
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-reduce: its duration, and the (resource, seconds) that it occupies."""
+    """One collective: its duration, and the (resource, seconds) that it occupies."""
 
     duration_s: float
     occupied: tuple[tuple[int, float], ...]
@@ -181,21 +189,18 @@ class Network:
         Uses the measured curve if there is one; else a ring in the group's order, in which every
         device sends n_bytes / n to the next 2(n-1) times, at the speed of the slowest hop.
         """
-        key = (group, n_bytes)
-        if key not in self._cache:
-            self._cache[key] = self._price(group, n_bytes)
-        return self._cache[key]
+        return self.priced("all_reduce", group, n_bytes)
 
-    def gather(self, group: tuple[int, ...], n_bytes: int) -> Collective:
-        """Price an all-gather or a reduce-scatter of n_bytes: a ring, or, where several nodes have
-        equally many devices of the group, rings within nodes and of one device of each node."""
-        key = (group, n_bytes, 0.5)
+    def priced(self, operation: CollectiveName, group: tuple[int, ...], n_bytes: int) -> Collective:
+        """Price any collective of n_bytes in all.
+
+        A reduce-scatter or an all-gather without a measured curve takes half of an all-reduce, or,
+        where several nodes have equally many devices of the group, half of rings within nodes and
+        of one device of each node.
+        """
+        key = (operation, group, n_bytes)
         if key not in self._cache:
-            rows = self._rows(group)
-            if 1 < len(rows) < len(group) and len({len(row) for row in rows}) == 1:
-                self._cache[key] = self.within_and_between(rows, n_bytes, 0.5, 0.5)
-            else:
-                self._cache[key] = self.all_reduce(group, n_bytes).scaled(0.5)
+            self._cache[key] = self._price(operation, group, n_bytes)
         return self._cache[key]
 
     def beside(self, one: Collective) -> Collective:
@@ -210,16 +215,19 @@ class Network:
     def _rows(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         return by_node(group, self._nodes)
 
-    def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
+    def _price(self, operation: CollectiveName, group: tuple[int, ...], n_bytes: int) -> Collective:
         n, rows = len(group), self._rows(group)
-        if self._is_hierarchical and 1 < len(rows) < n and len({len(row) for row in rows}) == 1:
-            return self.within_and_between(rows, n_bytes)
+        share = 1.0 if operation == "all_reduce" else 0.5  # of the bytes of an all-reduce
+        is_even = 1 < len(rows) < n and len({len(row) for row in rows}) == 1
+        if is_even and (share < 1 or self._is_hierarchical):
+            return self.within_and_between(rows, n_bytes, share, share)
+        measured = self._curves.seconds(operation, n, n_bytes, spans_nodes=len(rows) > 1)
+        if measured is None and share < 1:
+            return self.all_reduce(group, n_bytes).scaled(share)
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
         slowest = max(self.transfer_s(a, b, n_bytes / n) for a, b in hops)
-        ring_s = 2 * (n - 1) * slowest
-        measured = self._curves.all_reduce_s(n, n_bytes, spans_nodes=len(rows) > 1)
-        duration = ring_s if measured is None else measured
-        return self._around(hops, duration, 2 * (n - 1) / n * n_bytes)
+        duration = 2 * (n - 1) * slowest if measured is None else float(measured)
+        return self._around(hops, duration, share * 2 * (n - 1) / n * n_bytes)
 
     def pass_around(
         self, group: tuple[int, ...], n_bytes: int, rounds: Rounds, hidden_s: float

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from harness.domain.shard_state import ShardState
-from harness.plan.simulate.network import Collective, Network
+from harness.plan.simulate.network import Collective, CollectiveName, Network
 from harness.plan.simulate.sharded_state import Group, Unit
 from harness.plan.simulate.tables import Buckets, Tables, pointers
 from harness.plan.simulate.transfers import Sum
@@ -59,7 +59,7 @@ def reduction_columns(
         _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
     ]
     found += _buckets(simulator, buckets, shard_state)
-    found += (_parts(network, unit.group, unit.n_bytes) for unit in gathered)
+    found += (_part(network, "all_gather", unit.group, unit.n_bytes) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
         "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
@@ -90,10 +90,10 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
 
 
-def _parts(network: Network, group: Group, n_bytes: int) -> _Priced:
+def _part(network: Network, operation: CollectiveName, group: Group, n_bytes: int) -> _Priced:
     """The price of an all-gather or a reduce-scatter."""
     host_bytes = 2 * (len(group) - 1) / len(group) * n_bytes
-    return _Priced(group, network.gather(group, n_bytes), 1.0, host_bytes)
+    return _Priced(group, network.priced(operation, group, n_bytes), 1.0, host_bytes)
 
 
 def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) -> Iterator[_Priced]:
@@ -106,7 +106,7 @@ def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) ->
     for group, size, share, microbatch in flows:
         groups = [] if sharing is None else sharing(group)
         if len(groups) == 1:
-            found = _parts(network, group, size)
+            found = _part(network, "reduce_scatter", group, size)
         elif groups:
             ends = microbatch == last if every == 1 else (share == 0) / every
             found = _of_groups(network, groups, size, share, ends)

@@ -1,7 +1,8 @@
 """What sharded state costs and saves: parts of each device, rounds of gradients, all-gathers.
 
-A reduce-scatter and an all-gather each take half of an all-reduce; `layouts.state` prices whole
-layouts by the same rules. Sharded parameters are gathered one unit of weights ahead of its use:
+A reduce-scatter and an all-gather take what was measured, else each half of an all-reduce;
+`layouts.state` prices whole layouts by the same rules. Sharded parameters are gathered one unit of
+weights ahead of its use:
 
     unit 0   |gather|--- operators ---|
     unit 1           |gather|         |--- operators ---|
@@ -147,7 +148,7 @@ def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict
 def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats) -> Floats:
     """(n_devices,) seconds from the end of each device's optimizer, when it is ready, to its last
     new weights; groups whose rings use one interface share it."""
-    done, found = ready.copy(), {g: network.gather(g, n) for g, n in shared.items()}
+    done, found = ready.copy(), {g: network.priced("all_gather", g, n) for g, n in shared.items()}
     busy: dict[int, float] = defaultdict(float)
     for one in found.values():
         for resource, seconds in one.occupied:

@@ -265,18 +265,22 @@ def test_equal_nodes_are_interchangeable():
 
 
 def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce():
-    def point(n_bytes):
+    def point(operation, n_ranks):
         return CollectivePoint(
-            operation="all_reduce", transport="nccl", n_ranks=5, n_bytes=n_bytes, duration_s=1.0
+            operation=operation, transport="nccl", n_ranks=n_ranks, n_bytes=10**9, duration_s=1.0
         )
 
-    cluster = msgspec.structs.replace(tesla(), collectives=[point(10**9)])
+    points = [point("all_reduce", 5), point("all_gather", 4), point("all_gather", 2)]
+    cluster = msgspec.structs.replace(tesla(), collectives=points)
     part = part_of(cluster, [0, 1, 2])
     assert [node.name for node in part.nodes] == ["ecetesla0", "ecetesla1", "ecetesla2"]
     assert len(part.links) == 6
     # Rings: 8 x (50 us + 0.2 GB / 117 MB/s) on all, 4 x (50 us + 0.333 GB / 970 MB/s) on the part.
     ring, own = 8 * (50e-6 + 0.2e9 / 117e6), 4 * (50e-6 + 1e9 / 3 / 970e6)
-    assert part.collectives[0].n_ranks == 3
+    assert [(one.operation, one.n_ranks) for one in part.collectives] == [
+        ("all_reduce", 3),
+        ("all_gather", 3),
+    ]
     assert part.collectives[0].duration_s == pytest.approx(own / ring, rel=1e-6)
     assert part_of(cluster, [0]).collectives == []
 

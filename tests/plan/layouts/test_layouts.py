@@ -6,7 +6,7 @@ import pytest
 from made_graphs import changed
 from msgspec.structs import replace
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import KEPT
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import validate
@@ -85,6 +85,31 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(s
     assert len(steps) == 3 * (3 + 4 + 5 + 4 + 5)
     chosen = min(steps.values())
     assert chosen[1] <= 1.02 * min(simulated for _, simulated in steps.values())
+
+
+@pytest.mark.parametrize("n_nodes", [1, 4])
+@pytest.mark.parametrize("state", SHARD_STATES[:4])
+def test_measured_collectives_are_read_as_by_the_simulator(state, n_nodes):
+    graph, profile = chain()
+    where = Cluster.uniform(
+        n_nodes, 4 // n_nodes, inside_bytes_per_s=8e9, between_bytes_per_s=2e9,
+        memory_bytes=10**9,
+    )  # fmt: skip
+    s_per_byte = {"all_reduce": 2e-10, "reduce_scatter": 3e-10, "all_gather": 5e-11}
+    points = [
+        CollectivePoint(
+            operation=name, transport="nccl", n_ranks=4, n_bytes=n, duration_s=n * each_s
+        )
+        for name, each_s in s_per_byte.items()
+        for n in (10**4, 10**8)
+    ]
+    where = replace(where, collectives=points)
+    options = SimulatorOptions(bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10)
+    search = LayoutSearch(graph, profile, where, BATCH, options, limit_bytes=0, shard_state=state)
+    simulator = Simulator(graph, profile, where, options=options)
+    for choice in search.choices():
+        simulated = simulator.simulate(search.strategy(choice))
+        assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
 
 
 def test_state_is_sharded_as_far_as_memory_needs():

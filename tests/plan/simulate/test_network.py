@@ -111,6 +111,43 @@ def test_measured_collectives_replace_the_ring():
     assert simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster).step_s == pytest.approx(14.5)
 
 
+@pytest.mark.parametrize(
+    ("n_nodes", "transport", "measured", "seconds"),
+    [
+        (1, "nccl", ["all_reduce", "reduce_scatter", "all_gather"], (2.0, 3.0)),
+        (4, "nccl", ["all_reduce", "reduce_scatter", "all_gather"], (2.0, 3.0)),
+        # Over gloo both are messages of all to all.
+        (1, "gloo", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"], (4.0, 4.0)),
+        (1, "gloo", ["all_reduce", "reduce_scatter", "all_gather"], (0.5, 0.5)),
+        (1, "nccl", ["all_reduce"], (0.5, 0.5)),
+        (1, "nccl", [], (0.75, 0.75)),
+        (1, "ucc", ["all_reduce"], (0.75, 0.75)),
+        # Half of 1 s within each node, then two rings of 0.25 s that share a NIC.
+        (2, "nccl", ["reduce_scatter", "all_gather"], (0.5 + 2 * 0.25,) * 2),
+    ],
+)
+def test_parts_take_what_was_measured_else_half_of_an_all_reduce(
+    n_nodes, transport, measured, seconds
+):
+    known_s = {"all_reduce": 1.0, "reduce_scatter": 2.0, "all_gather": 3.0, "all_to_all": 4.0}
+    points = [
+        CollectivePoint(
+            operation=name, transport=transport, n_ranks=4, n_bytes=1000, duration_s=known_s[name]
+        )
+        for name in measured
+    ]
+    where = Cluster.uniform(n_nodes, 4 // n_nodes, inside_bytes_per_s=1e3, memory_bytes=1)
+    network = Network(msgspec.structs.replace(where, collectives=points))
+    found = [network.priced(name, (0, 1, 2, 3), 1000) for name in ("reduce_scatter", "all_gather")]
+    assert tuple(one.duration_s for one in found) == pytest.approx(seconds)
+    if "reduce_scatter" in measured and n_nodes == 4:
+        # Of three devices, at twice the largest size.
+        assert network.priced("reduce_scatter", (0, 1, 3), 2000).duration_s == pytest.approx(
+            2 * 2.0 * (2 / 3) / (3 / 4)
+        )
+        assert max(seconds for _, seconds in found[0].occupied) == 2.0
+
+
 def test_replicas_are_those_of_nodes_or_of_the_devices_of_one():
     two, one = (
         Network(Cluster.uniform(n, 4 // n, inside_bytes_per_s=1e3, memory_bytes=1)) for n in (2, 1)
