@@ -200,6 +200,16 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         check_references(name, listed)
         return cls(name=name, operators=sort_operators(name, listed), batch=batch)
 
+    def ties(self) -> list[tuple[int, ...]]:
+        """Positions of the operators that share weights: the first of each, and those that are tied
+        to it."""
+        index = self.index()
+        users: dict[int, list[int]] = {}
+        for i, operator in enumerate(self.operators):
+            if isinstance(name := operator.attrs.get("tied_to"), str) and name in index:
+                users.setdefault(index[name], [index[name]]).append(i)
+        return list(map(tuple, users.values()))
+
     def index(self) -> dict[str, int]:
         """Position of each operator by name."""
         return {operator.name: i for i, operator in enumerate(self.operators)}

@@ -1,6 +1,7 @@
 """Linear operators in a row are cut in pairs, with one sum for each; experts lie on devices where
 their weights are large, and tokens travel to them and back."""
 
+import msgspec
 import pytest
 from made_graphs import profile_of
 
@@ -83,6 +84,17 @@ def test_a_sum_of_the_models_input_is_copied_too(build):
     assert strategy.operators["add"] == OperatorPlan({"replica": 4}, [0, 1, 2, 3])
 
 
+def test_operators_that_share_a_weight_cut_it_alike():
+    graph = mlp(2)
+    tied = [changed(op, tied_to="l0") if op.name == "l1" else op for op in graph.operators]
+    plans = builders.tensor_parallel(
+        Graph(name="tied", batch=8, operators=tied), CLUSTER, 8
+    ).operators
+    assert plans["l0"].partition == plans["l1"].partition == {"sample": 4}
+    plans = builders.tensor_parallel(graph, CLUSTER, 8).operators
+    assert [*plans["l0"].partition, *plans["l1"].partition] == ["feature", "contraction"]
+
+
 def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     graph = mlp(3)
     shape = graph.operators[4].shape
@@ -123,6 +135,10 @@ TOKENS = {"sample": N, "seq": T, "feature": D}
 GIVEN = {"sample": N, "feature": E, "height": C, "width": D}
 INNER = {**GIVEN, "width": H}
 NODES = Cluster.uniform(4, 1, inside_bytes_per_s=1e9, between_bytes_per_s=1e6, memory_bytes=10**9)
+
+
+def changed(op, **attrs):
+    return msgspec.structs.replace(op, attrs=op.attrs | attrs)
 
 
 def operator(name, kind, inputs, shape, weights=0, **attrs):

@@ -29,7 +29,7 @@ from itertools import combinations, product
 from harness.domain.partition import REPLICA, SAMPLE
 from harness.domain.sharding import CONTRACTION
 from harness.domain.strategy import OperatorPlan
-from harness.plan.builders import experts_of, linear_pairs
+from harness.plan.patterns import experts_of, linear_pairs
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Trial

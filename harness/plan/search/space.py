@@ -26,7 +26,7 @@ from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims, may_have_
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
 from harness.plan.bottleneck import Balanced, balance, balance_in_turn
-from harness.plan.builders import experts_of
+from harness.plan.patterns import experts_of
 from harness.plan.report import memory_saved
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.sharded_state import useful_states

@@ -167,12 +167,7 @@ class Tables:
         for p, c in self.edges:
             self._readers[p].append(c)
             self._producers[c].append(p)
-        index = graph.index()
-        users: dict[int, list[int]] = {}  # of tied weights, by the first one
-        for i, operator in enumerate(graph.operators):
-            if isinstance(name := operator.attrs.get("tied_to"), str) and name in index:
-                users.setdefault(index[name], [index[name]]).append(i)
-        self.tied = {members[-1]: tuple(members) for members in users.values()}
+        self.tied = {members[-1]: members for members in graph.ties()}
         self.last_user = {op: last for last, members in self.tied.items() for op in members}
         self.parameterised = [i for i, op in enumerate(graph.operators) if op.weight_bytes > 0]
         shape = (self.n_ops, self.n_devices)

@@ -6,7 +6,7 @@ from equivalence_named import assert_trained, make_case
 from msgspec.structs import replace
 
 from harness.domain.strategy import OperatorPlan
-from harness.plan.builders import experts_of
+from harness.plan.patterns import experts_of
 
 
 def check(case, ranks):

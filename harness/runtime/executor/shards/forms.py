@@ -262,18 +262,21 @@ class _Chooser:
 
 def warn_of_gathered(chosen: Forms) -> None:
     """Log a warning for each gathered operator."""
-    layout = chosen.layout
+    layout, operators = chosen.layout, chosen.layout.captured.graph.operators
+    ties = [[operators[k].name for k in users] for users in layout.captured.graph.ties()]
     for name, form in chosen.of.items():
         if form != "gathered":
             continue
         operator, plan = layout.operators[name], layout.plan(name)
         n = count_parts(plan.partition)
+        others = [user for users in ties if name in users for user in users if user != name]
+        why = f" beside {', '.join(others)}, which it shares a weight with" if others else ""
+        flops = n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops
+        cost = f", {flops:.3g} FLOPs instead of {operator.forward_flops:.3g}" if flops else ""
         _log.warning(
-            "operator %s (%s) cannot be cut as %s: each of its %d tasks computes all of it for "
-            "its samples and keeps its block, %.3g FLOPs instead of %.3g",
-            name, operator.kind, plan.partition, n,
-            n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops,
-            operator.forward_flops,
+            "operator %s (%s) cannot be cut as %s%s: each of its %d tasks computes all of it for "
+            "its samples and keeps its block%s, which predictions do not know: cut it by samples",
+            name, operator.kind, plan.partition, why, n, cost,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import OperatorPlan
 from harness.errors import ModelError
-from harness.plan.builders import ddp
+from harness.plan.builders import ddp, tensor_parallel
 from harness.plan.costs import PlanRequest
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import search_portfolio
@@ -87,6 +87,28 @@ def test_global_statistics_of_volumes_are_those_of_all_blocks():
 
 def _norm(x, training):
     return F.batch_norm(x, torch.zeros(6), torch.ones(6), training=training)
+
+
+class Tied(nn.Module):
+    """Predicts tokens by the rows of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(24, 8)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(torch.relu(self.table(x)))
+
+
+def test_a_table_that_is_tied_to_the_output_is_cut_by_its_rows():
+    spec = InputSpec(name="x", shape=(6,), dtype=torch.int64, n_values=24)
+    captured, meta = described(Task(model=Tied(), inputs=(spec,), n_classes=24), 4)
+    strategy = tensor_parallel(captured.graph, PAIR, 4)
+    assert strategy.operators["table"].partition == {"contraction": 2}
+    forms = choose_forms(captured, meta, ExecutorPlan(strategy=strategy), [4])[4].of
+    assert "gathered" not in forms.values()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "dlrm"])
