@@ -156,15 +156,17 @@ def _tied(graph: Graph) -> set[str]:
 
 
 def _cut_alike(strategy: Strategy, graph: Graph, batch: int, devices: Sequence[int]) -> Strategy:
-    """Cut operators by samples that share a weight but would cut it unlike: each device would
-    compute all of them."""
+    """Cut operators by samples that share a weight but would cut it unlike, because each device
+    would compute all of them; and the losses that read them."""
     plans = dict(strategy.operators)
+    unlike: set[str] = set()
     for ks in graph.ties():
         used = [op for op in (graph.operators[k] for k in ks) if op.name in plans]
         cuts = [weight_cuts(op, plans[op.name].partition) for op in used]
-        if any(other != cuts[0] for other in cuts):
-            for op in used:
-                plans[op.name] = cut_or_whole(op, graph, batch, SAMPLE, len(devices), devices)
+        unlike |= {op.name for op in used if any(other != cuts[0] for other in cuts)}
+    for op in graph.operators:
+        if op.name in unlike or (op.kind == "loss" and not unlike.isdisjoint(op.inputs)):
+            plans[op.name] = cut_or_whole(op, graph, batch, SAMPLE, len(devices), devices)
     return msgspec.structs.replace(strategy, operators=plans)
 
 
