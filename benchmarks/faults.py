@@ -273,13 +273,14 @@ _PAGE = """\
 # Faults
 
 This page says how a launch ends if a host, a link, a process, a disk or a memory limit fails
-during a run. Each row is one fault, injected into three ranks on a virtual cluster of three nodes
-by `python benchmarks/faults.py` (commits {commits}; {machine}, 2 cores without a GPU, which other
-programs used, too). Limits: `--run-timeout-s {run:.0f} --collective-timeout-s {collective:.0f}
---heartbeat-timeout-s {heartbeat:.0f}`. The time is from the injection to mpirun's prompt, and as
-stated up to {grace:.0f} s beyond the limit; records are those of ranks 0, 1, 2 that can be read
-afterwards. The next run is one on the same hosts. This page is made by
-`python benchmarks/faults.py --table benchmarks/figures/faults.jsonl`.
+during a run. Each row is one fault, which `python benchmarks/faults.py` has injected into a run of
+three ranks on a virtual cluster of three nodes (commits {commits}; {machine},
+2 cores without a GPU, which other programs used, too). Limits: `--run-timeout-s {run:.0f}
+--collective-timeout-s {collective:.0f} --heartbeat-timeout-s {heartbeat:.0f}`. The time is from the
+injection to mpirun's prompt. A launch ends as stated if it ends in the expected way, at most
+{grace:.0f} s after the limit. Records are those of ranks 0, 1, 2 that can be read afterwards. The
+next run is another run on the same hosts.
+`python benchmarks/faults.py --table benchmarks/figures/faults.jsonl` makes this page.
 
 | fault | run | time | limit | exit | run.json | records | left running | next run | as stated |
 |---|---|---|---|---|---|---|---|---|---|

@@ -38,22 +38,22 @@ _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
 
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
-  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh --model gpt2 --batch-size 40    of this model
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh --model gpt2 --batch-size 40    for GPT-2
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
   ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
-  ./entry.sh links + train --strategy ddp + train --freeze schedule    one after another
+  ./entry.sh links + train --strategy ddp + train --freeze schedule    three workloads in turn
 
 workloads:
 {workloads}
 
 `entry.sh control RUN --strategy FILE` moves a run of `train --controlled` to another strategy.
-`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
-comparison of training strategies runs: of --model at a global batch of --batch-size in --dtype, all
-with defaults. It also accepts the flags that all workloads share: --results, --resume, --dry-run,
---run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, all
+workloads run and compare training strategies for --model at the global batch --batch-size in
+--dtype; each of these flags has a default. The flags that all workloads share are accepted too:
+--results, --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
 Draw figures and the report from results with: python -m harness.plot results/
 
-exit codes: 0 every run is ok or out of memory, 1 a run failed and none continued it to its end,
+exit codes: 0 every run is ok or out of memory, 1 a run failed and no other run completed it,
   2 bad input, 130 interrupted (under mpirun 1)
 """
 

@@ -16,9 +16,9 @@ usage() {
     cat <<'TEXT'
 Usage: bash setup/change_shell.sh HOSTFILE [--shell /bin/bash] [--apply]
 
-Shows your login shell on all hosts of an Open MPI hostfile; with --apply changes it where it
-differs and verifies it in a new login. Exit code: 0 if all hosts have the shell, 1 if some host
-differs or cannot be reached, 2 for wrong use.
+Shows your login shell on all hosts of an Open MPI hostfile. With --apply it changes the shell on
+hosts where it differs, and verifies the change in a new login. Exit code: 0 if all hosts have the
+shell, 1 if some host differs or cannot be reached, 2 for wrong use.
 TEXT
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the whole comparison on this machine, from installation to report.
 # Usage: bash setup/demo.sh [FLAGS of entry.sh]
-# As root on a virtual cluster of five nodes, otherwise on two local ranks. Installs if needed.
+# Runs on a virtual cluster of five nodes as root, otherwise on two local ranks. Installs if needed.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Write setup/constraints.txt from the packages in .venv: run it after a dependency has changed
-# and the tests pass with the new versions. Usage: bash setup/freeze.sh
+# Write setup/constraints.txt from the packages in .venv. Run this script after a dependency has
+# changed and the tests pass with the new versions. Usage: bash setup/freeze.sh
 set -euo pipefail
 
 if (($#)); then

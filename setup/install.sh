@@ -16,8 +16,8 @@ Usage: bash setup/install.sh [options]
   --python PYTHON   make .venv from this interpreter (default: python3, else python3.13, 3.12, 3.11)
   --force           install again even if nothing has changed
 
-Writes .venv and training_harness.egg-info in this checkout, and caches of pip, uv and bytecode. Installs
-missing Debian packages for the virtual cluster (sshd, iproute2, iperf3) as root or with sudo only.
+Writes .venv and training_harness.egg-info in this checkout, and caches of pip, uv and bytecode. As root,
+or with sudo, also installs missing Debian packages for the virtual cluster (sshd, iproute2, iperf3).
 TEXT
 }
 

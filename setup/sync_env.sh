@@ -19,7 +19,7 @@ usage() {
 Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--torch VERSION|keep]
        [--python PYTHON] [--copy-venv]
 
-Compares code and versions on all hosts of an Open MPI hostfile with this checkout; with --apply
+Compares code and versions on all hosts of an Open MPI hostfile with this checkout. With --apply it
 updates the hosts that differ, in parallel, and compares again. Programs under harness/ that this
 checkout lacks are removed from the hosts. Installations use this machine's proxies and package
 indexes (http_proxy, https_proxy, no_proxy, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT).

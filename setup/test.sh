@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all tests that this machine supports: virtual clusters as root, GPU tests
-# with a GPU. Prints which tests are left out or skipped and why (slow ones: -m slow). Ends with
-# pytest's summary. Without arguments, tests that need not be alone run in several processes.
+# with a GPU. Prints which tests are left out or skipped and why (slow tests: -m slow). Ends with
+# pytest's summary. Without arguments, tests that may share the machine run in several processes.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "hostfile", nargs="?", type=Path, default=_REPO / "hosts" / "tesla.txt",
-        help="hosts, one a line, as for mpirun --hostfile (default: hosts/tesla.txt)",
+        help="file of hosts, as for mpirun --hostfile (default: hosts/tesla.txt)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", default="60s", metavar="TIME",
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit of the MPI hello and of the all-reduce (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--deep", action="store_true", help="run a kernel on every GPU")
-    for flag, what in (("--only", "run only these"), ("--skip", "skip these")):
-        what += ", parted by commas"
+    for flag, what in (("--only", "run only these checks"), ("--skip", "skip these checks")):
+        what += ", separated by commas"
         parser.add_argument(flag, default=[], type=_names, metavar="CHECKS", help=what)
     # The virtual environment of this process, else that of the checkout.
     env = Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--env", type=Path, default=env, metavar="PATH",
         help="the Python environment, at the same path on every host (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 

@@ -21,9 +21,9 @@ COMMANDS = {
     "convert": ("formats.command", "write a strategy in another format"),
     "import": (
         "importing.command",
-        "make profile and cluster files from what other tools measured",
+        "make profile and cluster files from measurements of other tools",
     ),
-    "validate": ("validation.command", "hold predictions to steps that others measured"),
+    "validate": ("validation.command", "compare predictions with steps that others measured"),
 }
 _RENAMED = {
     "--batch": "--batch-size",

@@ -179,27 +179,28 @@ COSTS = {
     ),
     "layouts": Cost(
         module="harness.plan.layouts.planner",
-        summary="tensor x data x pipeline parallelism, recomputation and sharded state on up to "
-        "4096 equal devices, all layouts, by classes of devices",
+        summary="all layouts of tensor x data x pipeline parallelism, with recomputation and "
+        "sharded state, on up to 4096 equal devices, by classes of devices",
         unread=("start", "search_budget", "search_seconds"),
         needs_memory=True,
         most_devices=4096,
     ),
     "pipedream": Cost(
         module="harness.plan.published.pipedream.planner",
-        summary="PipeDream's published formula with transfers counted, by exact dynamic "
+        summary="PipeDream's published formula, transfers included, searched by exact dynamic "
         "programming",
         unread=("start", "search_budget", "shard_state", "reduce_dtype"),
     ),
     "maxload": Cost(
         module="harness.plan.published.maxload.planner",
-        summary="the busiest device's load, values counted (Tarnawski et al., 2020), by exact "
-        "dynamic programming, then annealing",
+        summary="the load of the busiest device, transfers included (Tarnawski et al., 2020), "
+        "searched by exact dynamic programming, then annealing",
         unread=("start", "search_seconds", "shard_state", "reduce_dtype"),
     ),
     "flexflow2018": Cost(
         module="harness.plan.published.flexflow2018.search",
-        summary="FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
+        summary="FlexFlow's cost model of 2018, with bugs repaired, for its AlexNet, searched by "
+        "MCMC",
         unread=(*_MODEL, *_HARDWARE, "start", "shard_state", "reduce_dtype"),
     ),
 }

@@ -8,9 +8,10 @@ from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
 
 SHARD_STATE = (
-    "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
-    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of "
-    "the n devices of each node (HSDP, HYBRID_SHARD)"
+    "state that is sharded, so that each of the n devices that hold a weight keeps 1/n of it. "
+    "optimizer: the optimizer's state (ZeRO-1). gradients: gradients, too (ZeRO-2, SHARD_GRAD_OP). "
+    "parameters: parameters, too (ZeRO-3, FULL_SHARD). With _in_node, n counts the devices of one "
+    "node (HSDP, HYBRID_SHARD)"
 )
 DLRM_BOTTOM, DLRM_TOP = "64-512-512-64", "576-1024-1024-1024-1"
 
@@ -25,7 +26,7 @@ MODEL_SIZES = {
         "n_heads": "heads of an attention",
         "n_groups": "heads of keys and values",
         "mlp_width": "features inside an MLP",
-        "n_experts": "llama: experts in the place of each MLP",
+        "n_experts": "llama: experts of the mixture that replaces each MLP",
         "n_experts_per_token": "llama: experts that compute a token",
     },
 }
@@ -70,8 +71,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        help="capture this model, or package.module:factory; times come from --profile, else from "
-        "results/profile-MODEL.json, else are estimated",
+        help="a built-in model, or your own as package.module:factory, to capture; times come from "
+        "--profile, else from results/profile-MODEL.json, else they are estimated",
     )
     sizes = parser.add_argument_group(
         "sizes of a built-in --model", "default: the model's own, as for ./entry.sh"
@@ -79,19 +80,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     for name, words in (one for own in MODEL_SIZES.values() for one in own.items()):
         sizes.add_argument(flag_of(name), type=int, metavar="N", help=words)
     model.add_argument(
-        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="times of operators: a profile of the harness, or a graph.txt of PipeDream",
     )
     model.add_argument(
         "--graph",
         type=Path,
         metavar="FILE",
-        help="graph of a harness profile (default: the .graph.json beside it)",
+        help="graph of a harness profile (default: the .graph.json beside the profile)",
     )
     model.add_argument(
         "--rates",
         metavar="FLOPS,BYTES",
-        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
-        "9.3e12,549e9 (a roofline in place of --profile)",
+        help="FLOP/s and memory bytes/s of devices that nobody has profiled, such as 9.3e12,549e9; "
+        "times are estimated by this roofline, in place of --profile",
     )
     model.add_argument(
         "--dlrm-tables",
@@ -101,19 +105,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dlrm-bottom-mlp",
         metavar="WIDTHS",
-        help="of --dlrm-tables, from the dense features to the tables' columns (default: "
-        f"{DLRM_BOTTOM})",
+        help="widths of the bottom MLP of --dlrm-tables, from the dense features to the tables' "
+        f"columns (default: {DLRM_BOTTOM})",
     )
     model.add_argument(
         "--dlrm-top-mlp",
         metavar="WIDTHS",
-        help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
-        f"{DLRM_TOP})",
+        help="widths of the top MLP of --dlrm-tables, from all columns and the bottom MLP's output "
+        f"on (default: {DLRM_TOP})",
     )
     model.add_argument(
         "--dtype",
         choices=list(DTYPE_NAMES),
-        help="dtype of training, whose times are taken from the profile (default: the profile's)",
+        help="dtype of training, which selects times of the profile (default: the profile's)",
     )
     model.add_argument(
         "--reduce-dtype",
@@ -131,7 +135,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--bandwidth",
         metavar="INSIDE[,BETWEEN]",
-        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
+        help="bandwidth of the links of --topology inside and between nodes: bytes/s "
+        "(1e10,1.25e9) or bits/s (10gbit)",
     )
     where.add_argument(
         "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
@@ -139,5 +144,5 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--device-kind",
         metavar="KIND",
-        help="device of a graph.txt's profile (default: the cluster's first kind)",
+        help="kind of device of the times in a graph.txt (default: the cluster's first kind)",
     )

@@ -37,13 +37,13 @@ _COLOURS = ("lightblue", "palegreen", "lightsalmon", "gold", "plum", "lightgrey"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
-        "Print a graph, profile, cluster or strategy, of our formats or PipeDream's or FlexFlow's; "
-        "the content says which kind it is."
+        "Print a graph, profile, cluster or strategy, in a format of the harness, PipeDream or "
+        "FlexFlow. The file's content says which kind it is."
     )
-    parser.add_argument("file", type=Path, help="of any of these kinds")
-    parser.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
+    parser.add_argument("file", type=Path, help="file of any of these kinds")
+    parser.add_argument("--dot", action="store_true", help="print a graph as Graphviz source")
     parser.add_argument(
-        "--graph", type=Path, metavar="FILE", help="with --dot, of a strategy: its graph"
+        "--graph", type=Path, metavar="FILE", help="with --dot and a strategy: the strategy's graph"
     )
 
 

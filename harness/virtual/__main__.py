@@ -45,17 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands.add_parser("up", parents=[common], help="build a cluster"))
     commands.add_parser("down", parents=[common], help="remove a cluster and its processes")
-    status = commands.add_parser(
-        "status", parents=[common], help="show the nodes and their condition"
-    )
-    status.add_argument("--json", action="store_true", help="as JSON")
+    status = commands.add_parser("status", parents=[common], help="show the nodes and their state")
+    status.add_argument("--json", action="store_true", help="print JSON")
     execute = commands.add_parser("exec", parents=[common], help="run a command on a node")
-    execute.add_argument("node", help="name or position")
-    execute.add_argument("argv", nargs="+", metavar="CMD", help="after --")
+    execute.add_argument("node", help="name or position of a node")
+    execute.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     run = commands.add_parser("run", parents=[common], help="run a command on the first node")
-    run.add_argument("argv", nargs="+", metavar="CMD", help="after --")
+    run.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     fault = commands.add_parser("fault", parents=[common], help="inject a fault, or heal it")
-    fault.add_argument("node", help="name or position")
+    fault.add_argument("node", help="name or position of a node")
     fault.add_argument(
         "--kind",
         choices=lifecycle.KINDS,
@@ -70,11 +68,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_up(parser: argparse.ArgumentParser) -> None:
     each = "one value for all nodes, or a comma-separated list with one per node"
     parser.add_argument("--nodes", type=int, default=5, help="number of nodes (default: 5)")
-    parser.add_argument("--bandwidth", help=f"of a node's link, per direction, like 1gbit; {each}")
-    parser.add_argument("--latency", help=f"of a node's link, one way, like 500us; {each}")
+    parser.add_argument("--bandwidth", help=f"of a link, per direction, like 1gbit; {each}")
+    parser.add_argument("--latency", help=f"of a link, one way, like 500us; {each}")
     parser.add_argument("--cpu", help=f"CPU quota of a node in cores, like 0.4; {each}")
     parser.add_argument("--memory", help=f"memory limit of a node, like 2GiB; {each}")
-    parser.add_argument("--replace", action="store_true", help="take down one of that name first")
+    parser.add_argument("--replace", action="store_true", help="remove one of this name first")
     parser.add_argument("--hosts-dir", type=Path, help="folder of the hostfile (default: hosts/)")
 
 

@@ -24,13 +24,14 @@ class ComparisonConfig:
     """The training that strategies are compared by."""
 
     model: str | None = None
-    """Model that is trained: one of `train --help`, or your own as package.module:factory. Default:
-    resnet50 on GPUs, dlrm on CPUs."""
+    """Model that is trained: a model of `train --help`, or your own as package.module:factory.
+    Default: resnet50 on GPUs, dlrm on CPUs."""
     batch_size: int | None = None
-    """Global batch: samples of all ranks together in a step; single trains it too. Default: on GPUs
-    128, or less if one cannot hold that of resnet50; on CPUs 512."""
+    """Global batch: samples of all ranks together in a step; single trains the same batch. Default:
+    on GPUs 128, or less if a GPU cannot hold 128 images of resnet50; on CPUs 512."""
     dtype: str | None = None
-    """Data type of training. Default: bf16, or what all GPUs have; fp32 on CPUs."""
+    """Data type of training. Default: on GPUs bf16, else fp16, else fp32, the first that all GPUs
+    have; on CPUs fp32."""
 
     def of(self, default: TrainConfig) -> TrainConfig:
         """The default training with this model, batch and dtype."""

@@ -53,8 +53,8 @@ _MOMENTUM = 0.9  # the default of train
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
-        "Say which machines to use for a model, with which strategy, what each other machine would "
-        "cost or bring, and which batch fits."
+        "Say which machines to use for a model, with which strategy, what adding other machines "
+        "would cost, what other hardware would gain, and which batch fits."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="RESULTS",
-        help="directory of results: its cluster.json and profile, and how far its predictions "
-        "were off",
+        help="results directory: gives cluster.json, the profile, and the errors of earlier "
+        "predictions",
     )
     add_model(parser)
     parser.add_argument(
@@ -86,14 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=[name for name in OPTIMIZER_STEPS if name != "momentum"],
         default="sgd",
-        help="of train; its state needs memory and its step needs time (default: %(default)s)",
+        help="optimizer of train, whose memory and time are included (default: %(default)s)",
     )
     how.add_argument(
         "--momentum",
         type=float,
         default=_MOMENTUM,
         metavar="M",
-        help="of sgd, as of train; 0 keeps no state (default: %(default)s)",
+        help="momentum of sgd, as for train; with 0 sgd keeps no state (default: %(default)s)",
     )
     how.add_argument(
         "--no-overlap",
@@ -105,14 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prices",
         type=Path,
         metavar="FILE",
-        help="watts and prices of the nodes (default: the file in hosts/ that has these nodes)",
+        help="watts and prices of the nodes (default: the file in hosts/ that names these nodes)",
     )
     how.add_argument(
         "--search-seconds",
         type=float,
         default=20.0,
         metavar="S",
-        help="processor seconds of pricing and searching (default: %(default)s)",
+        help="processor seconds for all predictions and searches (default: %(default)s)",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")

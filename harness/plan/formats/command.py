@@ -17,22 +17,22 @@ _DIMS = get_args(DimOrder)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.description = "Write a strategy in another format; the file's content says which it has."
-    parser.add_argument("file", type=Path, help="strategy of any of these formats")
+    parser.description = "Write a strategy in another format. The content tells the file's format."
+    parser.add_argument("file", type=Path, help="strategy in any of these formats")
     parser.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
     parser.add_argument("--graph", type=Path, metavar="FILE", help="graph of the strategy")
     parser.add_argument(
         "--batch-size",
         type=int,
         metavar="B",
-        help="of another project's file (default: the graph's)",
+        help="global batch, for a file of another project (default: the graph's)",
     )
     parser.add_argument(
         "--dims",
         choices=_DIMS,
         default=_DIMS[0],
-        help="order of dims in a FlexFlow file that is read (default: innermost_first, which is "
-        "written, too; the simulator of 2018 prints samples first)",
+        help="order of dims in the FlexFlow file (default: innermost_first, the order that is also "
+        "written; FlexFlow's simulator of 2018 prints samples first)",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="write the strategy here"

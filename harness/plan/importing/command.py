@@ -164,24 +164,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
         "Make profile and cluster files from times of layers or operators, and from curves of "
-        "collectives (nccl-tests), and say what was assumed."
+        "collectives (nccl-tests). Print the assumptions."
     )
     parser.add_argument(
         "--layer-times",
         type=Path,
         metavar="CSV",
-        help="layer, tp, microbatch, forward_s, backward_s, and where known device_kind, "
+        help="columns layer, tp, microbatch, forward_s, backward_s, and if known device_kind, "
         "parameter_bytes, output_bytes and saved_bytes (of one sample)",
     )
     parser.add_argument(
-        "--operators", type=Path, metavar="CSV", help="Name, fw_latency and bw_latency in ms"
+        "--operators",
+        type=Path,
+        metavar="CSV",
+        help="columns Name, fw_latency and bw_latency, in ms",
     )
-    parser.add_argument("--batch-size", type=int, metavar="B", help="samples of --operators")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="B", help="samples of the step in --operators"
+    )
     parser.add_argument(
         "--n-layers",
         type=int,
         metavar="N",
-        help="layers of --operators, if the table has one of them (default: 1)",
+        help="number of layers of the model, if --operators has only one of them (default: 1)",
     )
     parser.add_argument(
         "--collectives",
@@ -192,10 +197,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nccl-tests' output, or CSV with size(B) and time(us)",
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="of --collectives, where the files do not say"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks of --collectives, if the files do not state it",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="made if it is missing"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of the files; it is made if missing",
     )
     add_cluster(parser)
     parser.set_defaults(cost="simulator", profile=None, model=None)

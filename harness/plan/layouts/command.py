@@ -35,30 +35,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--layout",
         metavar="tp=T,dp=D,pp=P",
-        help="degrees, 1 if not named; cuts=6-12 begins stages at these operators, shares=2-1 "
-        "gives replicas samples in proportion, devices=0-1-4-5 names devices, parts of a layer "
-        "first, then replicas, then stages",
+        help="degrees, 1 if not named. cuts=6-12 begins stages at these operators, shares=2-1 "
+        "gives replicas samples in proportion, and devices=0-1-4-5 lists the devices: for the "
+        "parts of a layer first, then for replicas, then for stages",
     )
     what.add_argument(
         "--strategy",
         dest="start",
         type=Path,
         metavar="FILE",
-        help="a strategy that search wrote or that train takes, at its own batch",
+        help="predict this strategy file, as search writes and train takes it, at its own batch",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help="default: of one, two and four for each device the fastest; 1 in one stage",
+        help="default: one, two or four per device, whichever is fastest; 1 in a single stage",
     )
     names = [name for name in SCHEDULE_NAMES if name != "interleaved"]  # a device has one stage
     parser.add_argument("--schedule", choices=names, help="default: 1f1b")
     parser.add_argument(
         "--recompute",
         choices=["none", "stages", "segments", "layers"],
-        help="forward again before backward: a stage at once, by the segments that need the least "
-        "memory, or layer by layer, as the executor does not (default: none)",
+        help="run forward again before backward: whole stages, the segments of a stage that need "
+        "the least memory, or layers one by one, which the executor cannot do (default: none)",
     )
     parser.add_argument("--shard-state", choices=SHARD_STATES, help=f"{SHARD_STATE}; default: none")
     parser.add_argument(

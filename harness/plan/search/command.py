@@ -45,20 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search-budget",
         type=int,
         metavar="N",
-        help="proposals of its searches (default: the cost's)",
+        help="most plans that the search proposes (default: the cost's)",
     )
     how.add_argument("--search-seconds", type=float, metavar="S", help="most wall seconds")
     how.add_argument(
         "--shard-state",
         choices=SHARD_STATES,
-        help=f"{SHARD_STATE}; default: what memory needs, and the optimizer's where a step is "
-        "predicted to be 2 %% faster",
+        help=f"{SHARD_STATE}; default: as much as memory requires, and the optimizer's state if "
+        "this is predicted to make a step 2 %% faster",
     )
     how.add_argument(
         "--start",
         type=Path,
         metavar="FILE",
-        help="a strategy to start from too, of any format that `convert` reads",
+        help="a strategy from which the search also starts, in any format that `convert` reads",
     )
     how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
     out = parser.add_argument_group("output")

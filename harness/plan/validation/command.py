@@ -317,11 +317,15 @@ def run(args: argparse.Namespace) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     sets = "\n".join(f"  {name:<17}{reader.looks_for}" for name, reader in READERS.items())
-    parser.description = "Predict the steps of published measurements, and print how well."
-    parser.epilog = f"sets, and the files by which they are known:\n{sets}"
+    parser.description = "Predict steps that others have measured, and print the errors."
+    parser.epilog = f"sets, and the files by which they are recognised:\n{sets}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="DIR", help="a set, or a directory of sets"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="directory of a published set, or a directory with several of these",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each set")
     parser.add_argument(

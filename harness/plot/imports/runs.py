@@ -43,7 +43,7 @@ class ImportFacts:
     weak_share: float = 0.1
     """Share of the data set that each device trains in a weak scaling log."""
     device_kind: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
-    """GPU of a log that names none, and has no CSV of as many GPUs in the same directory."""
+    """GPU of a log that names none, if no CSV in its directory has the same number of GPUs."""
     device_memory: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
     """Memory of that GPU, such as 8GiB."""
 

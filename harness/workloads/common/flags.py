@@ -124,15 +124,15 @@ class TextFlags:
     mlp_width: int | None = None
     """text: features inside an MLP."""
     n_experts: int | None = None
-    """llama: experts of a mixture in the place of each MLP. Default: no mixture."""
+    """llama: number of experts of the mixture that replaces each MLP. Default: no mixture."""
     n_experts_per_token: int | None = None
     """llama: experts that compute a token. Default: 2."""
     capacity_factor: float | None = None
-    """llama: tokens that all experts can take of a sample, over the choices of its tokens; an
-    expert drops those beyond its share. Default: 1.25."""
+    """llama: an expert takes at most this many times its equal share of the tokens that a sample
+    sends to experts, and drops further tokens. Default: 1.25."""
     head: HeadName | None = None
-    """text: prediction of bert_base: classes, span (of an answer) or tokens. Default: the data's,
-    else classes."""
+    """text: prediction of bert_base: classes, span (of an answer) or tokens. Default: that of the
+    data set, else classes."""
 
     def text_options(self) -> TextOptions:
         sizes = {name: getattr(self, name) or 0 for name in _SIZES}
@@ -157,10 +157,10 @@ class ModelFlags(DlrmFlags, TextFlags):
 
     model: str = "resnet18"
     f"""{", ".join(MODELS)}, or your own as package.module:factory (a function that returns an
-    nn.Module, or it and a batch of example inputs; docs/models.md)."""
+    nn.Module, or a pair of an nn.Module and a batch of example inputs; docs/models.md)."""
     image_size: int | None = None
     """Height and width of the images in pixels. Default: that of the data set if the model accepts
-    it, else the model's (224). Small images, such as 64, suit CPUs."""
+    this size, else the model's (usually 224). Small images, such as 64, suit CPUs."""
     n_classes: int | None = None
     """Number of classes. Default: that of the data set, else the model's."""
     dropout: float | None = None
@@ -171,12 +171,12 @@ class ModelFlags(DlrmFlags, TextFlags):
     it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
     compile: bool = False
     """Compile forward and backward by torch.compile (torch engine and executor). The first step
-    then takes half a minute or more. Steps are predicted by operators that are not compiled, scaled
-    to the whole compiled step of one device, which `profile --compile` writes into a file of its
-    own."""
+    then takes half a minute or more. A prediction scales the times of operators, which are not
+    compiled, to the whole compiled step of one device; `profile --compile` measures that step and
+    has its own profile file."""
     channels_last: bool = False
     """Keep the filters and outputs of convolutions in channels-last order, which GPUs' tensor cores
-    compute faster. It has a profile of its own."""
+    compute faster. Each order has its own profile file."""
 
     def check(self) -> None:
         """Refuse numbers that no model accepts."""
@@ -255,23 +255,24 @@ class SearchFlags:
     """Limits of a search in time and memory."""
 
     search_seconds: float = 120.0
-    """Time limit of the search; it then returns the best plan found."""
+    """Time limit of the search, after which it returns the best plan found."""
     search_budget: int | None = None
     """Maximum number of plans that the search simulates. Default: as many as take some seconds."""
     trials: int = 4
-    """Number of best predicted plans that are trained for a few steps each, in turn, before the
-    fastest measured one is chosen. 1 chooses by prediction alone."""
+    """Number of best predicted plans that are trained for a few steps each, in turn. The plan with
+    the fastest measured step is chosen. 1 chooses by prediction alone."""
     memory: str | None = None
-    """Memory that a plan may use on each device, such as 12GB. Default: all of a GPU, or a rank's
-    share of its host."""
+    """Memory that a plan may use on each device, such as 12GB. Default: after a reserve, 95 % of a
+    GPU's memory, or half of a rank's share of its host's (docs/metrics.md: memory for training)."""
     shard_state: Literal["auto"] | ShardState = "auto"
-    """State of which each of the n devices that hold a weight keeps 1/n: none, optimizer (ZeRO-1),
-    gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of the
-    n devices of each node (HSDP, HYBRID_SHARD). auto: in a search what memory needs, and the
-    optimizer's where a step is predicted to be 2 % faster; else none."""
+    """State that is sharded, so that each of the n devices that hold a weight keeps 1/n of it.
+    optimizer: the optimizer's state (ZeRO-1). gradients: gradients, too (ZeRO-2, SHARD_GRAD_OP).
+    parameters: parameters, too (ZeRO-3, FULL_SHARD). With _in_node, n counts the devices of one
+    node (HSDP, HYBRID_SHARD). auto: in a search as much as memory requires, and the optimizer's
+    state if this is predicted to make a step 2 % faster; else none."""
     ema: float | None = None
     """Keep an exponential moving average of each trained parameter, with this decay, such as 0.999,
-    beside the optimizer's state. --evaluate and --save-model give both."""
+    beside the optimizer's state. --evaluate and --save-model give the weights and their average."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -303,13 +304,13 @@ class RunOptions:
     dry_run: bool = False
     """Print the runs in order and exit without running them."""
     run_timeout_s: float = RUN_TIMEOUT_S
-    """Stop a run after this many seconds and record it with status timeout; the sweep goes on,
-    except after links, which shares the ranks' first processes."""
+    """Stop a run after this many seconds and record it with status timeout. The sweep then goes on,
+    except after links, which has no processes of its own."""
     collective_timeout_s: float = 300.0
     """Fail a run in which a rank has waited for other ranks in a collective for this long."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
-    """End the sweep on all hosts if a rank or host has sent no sign of life for this long (or for
-    --run-timeout-s, if that is shorter); the run is recorded."""
+    """End the sweep on all hosts, with a record of the run, if a rank or host has sent no sign of
+    life for this long (or for --run-timeout-s, if that is shorter)."""
 
     def check(self, config: Any) -> None:
         """Refuse limits that are not positive or too short for the workload.

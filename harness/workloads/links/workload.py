@@ -58,15 +58,15 @@ class LinksConfig:
     operations: tuple[str, ...] = tuple(OPERATIONS)
     f"""Collectives to time: {", ".join(OPERATIONS)}."""
     sizes: tuple[str, ...] = ()
-    """Message sizes of the collectives, such as 4KiB 16MiB; of those that gather, scatter or
-    exchange parts, the buffer of all ranks together, as in nccl-tests. Default: 4KiB to 16MiB
-    (GPUs: 256MiB), without sizes that would take over 0.5 s per iteration."""
+    """Message sizes of the collectives, such as 4KiB 16MiB. For collectives that gather, scatter or
+    exchange parts, a size is the buffer of all ranks together, as in nccl-tests. Default: 4KiB to
+    16MiB (GPUs: 256MiB), without sizes that would take over 0.5 s per iteration."""
     pair_sizes: tuple[str, ...] = ()
     """Message sizes between pairs of ranks, from which bandwidth is fitted. Default: 256KiB and
-    4MiB (GPUs: 1MiB and 64MiB), up to the first that takes over 0.5 s."""
+    4MiB (GPUs: 1MiB and 64MiB), up to the first size that takes over 0.5 s."""
     measure: Literal["all", "pairs", "collectives"] = "all"
     """pairs: links between pairs of ranks; collectives: operations over all ranks; all: both, and
-    the overhead of communication on computing."""
+    how much communication slows computing."""
     transport: Literal["all", "torch", "mpi"] = "all"
     """torch: torch.distributed (NCCL or gloo), which training uses; mpi: MPI on host memory; all:
     both, or torch only if MPI did not start the ranks."""
@@ -77,11 +77,11 @@ class LinksConfig:
     max_samples: int = 100
     """Maximum number of samples of each operation at each size."""
     warm_up: int = 1
-    """Discarded iterations before the samples; the first one opens connections."""
+    """Discarded iterations before the samples; the first iteration opens connections."""
     cluster_file: Path | None = None
-    """Second path for the cluster file, which the run's directory always gets. Default:
-    cluster.json in the results directory, replaced only by runs that measure everything planning
-    needs."""
+    """Where to write the cluster file, beside the copy in the run's directory. Default:
+    cluster.json in the results directory, replaced only by runs that measure everything that
+    planning needs."""
 
     @property
     def longest_wait_s(self) -> float:

@@ -49,16 +49,16 @@ class MatmulConfig:
     """Sizes n of the n x n products on each device. Default: 1024 to 16384 on a GPU, 256 to 1024 on
     a CPU."""
     dtype: tuple[str, ...] = ()
-    """fp32, tf32, bf16 or fp16. Default: all that the device has hardware for."""
+    """fp32, tf32, bf16 or fp16. Default: all dtypes that the device has hardware for."""
     time_budget_s: float = 0.6
-    """Seconds to sample each product for, unless --min-samples takes longer."""
+    """Seconds for which each product is sampled, unless --min-samples takes longer."""
     min_samples: int = 5
     """Minimum number of samples of each product."""
     in_turn: bool = False
-    """Measure one rank after another; use it if ranks share a host's memory bandwidth or power."""
+    """Measure one rank after another, for ranks that share a host's memory bandwidth or power."""
     scaling: Literal["both", "strong", "weak", "none"] = "both"
-    """Distribute one product over 1, 2, ... all ranks. strong: the same size on any number; weak:
-    a size that keeps the FLOPs per rank; none: skip it."""
+    """Distribute one product over 1, 2, ... all ranks. strong: the same size for any number of
+    ranks; weak: a size that keeps the FLOPs per rank; none: no distributed product."""
     distributed_dtype: str = "fp32"
     """Data type of the distributed products."""
     strong_size: int | None = None

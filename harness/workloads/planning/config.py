@@ -128,27 +128,27 @@ class ProfileConfig(ModelFlags):
     batch_size: int = 64
     """Global batch: operators are timed on all of its samples and on parts of it."""
     dtype: Dtype = "fp32"
-    """Data type of training; parameters stay fp32, bf16 and fp16 use autocast. Each has its own
-    file."""
+    """Data type of training. Parameters stay fp32; bf16 and fp16 use autocast. Each dtype has its
+    own profile file."""
     optimizer: str = "sgd"
-    f"""{" or ".join(OPTIMIZERS)}; its step is timed too."""
+    f"""{" or ".join(OPTIMIZERS)}; the optimizer's step is timed too."""
     momentum: float = 0.9
-    """Momentum of sgd. Without momentum (0) its step is faster."""
+    """Momentum of sgd. Without momentum (0) the optimizer's step is faster."""
     shards: tuple[int, ...] = ()
-    """Numbers of parts that operators are cut into, by samples and by weights, before each part is
-    timed. Default: 1 to 4, the number of ranks, and powers of two up to it (at least to 8). Times
-    of other shards are fitted."""
+    """Numbers of parts into which operators are cut, by samples and by weights; each part is timed.
+    Default: 1 to 4, the number of ranks, and powers of two up to it (at least to 8). Times of other
+    parts are fitted."""
     profile_file: Path | None = None
-    """The profile to write; measurements that it already holds are not repeated. Default:
+    """The profile to write; measurements that the file already holds are not repeated. Default:
     profile-MODEL.json (profile-MODEL-bf16-compiled.json and so on) in the results directory. The
-    graph is written beside it as .graph.json."""
+    graph is written beside the profile as .graph.json."""
     time_budget_s: float | None = None
-    """Seconds to sample each operator for, unless --min-samples takes longer. Default: 0.2, and
-    0.02 on GPUs, whose samples differ less."""
+    """Seconds for which each operator is sampled, unless --min-samples takes longer. Default: 0.2,
+    and 0.02 on GPUs, whose samples differ less."""
     min_samples: int = 6
     """Minimum number of samples of each operator."""
     rounds: int = 3
-    """Number of passes over all operators; each pass takes a part of the samples, so that a
+    """Number of passes over all operators. Each pass takes a part of the samples, so that a
     temporary slowdown of the machine is spread over all operators."""
     warm_up: int = 2
     """Executions of each operator before its samples, in each round; they are discarded."""
@@ -221,7 +221,7 @@ class SearchConfig(SearchFlags, ModelFlags):
     dtype: Dtype = "fp32"
     """Data type of training."""
     optimizer: str = "sgd"
-    f"""{" or ".join(OPTIMIZERS)}; its state needs memory and its step needs time."""
+    f"""{" or ".join(OPTIMIZERS)}; plans include the optimizer's memory and time."""
     momentum: float = 0.9
     """Momentum of sgd."""
     bucket_mib: float = 25.0

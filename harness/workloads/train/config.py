@@ -82,10 +82,10 @@ class DataFlags:
     """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data. Your own
     factory gets it, and --seed, if it takes an argument of that name."""
     vocabulary: Path | None = None
-    f"""{", ".join(OF_TEXT)}: the file of WordPiece tokens, one a line, as BERT's vocab.txt."""
+    f"""{", ".join(OF_TEXT)}: file of WordPiece tokens, one per line, such as BERT's vocab.txt."""
     n_samples: int | None = None
-    """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
-    batch, the last batch of every epoch is smaller."""
+    """Number of synthetic samples. Default: a few global batches. If the number is no multiple of
+    the batch, the last batch of every epoch is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,9 @@ class OptimizerFlags:
     learning_rate: float = 0.01
     """Learning rate; it is not scaled with the batch or the ranks."""
     lr_schedule: LrSchedule = "constant"
-    """The learning rate of each measured step. step: times --lr-gamma after every --lr-step-size
-    steps. cosine: down to 0 at the last step. Warm-up steps have the first rate."""
+    """How the learning rate changes over the measured steps. step: it is multiplied by --lr-gamma
+    after every --lr-step-size steps. cosine: it falls to 0 at the last step. The steps of --warm-up
+    have the first rate."""
     lr_warm_up: int = 0
     """Measured steps over which the learning rate rises linearly from 0 to --learning-rate, before
     --lr-schedule begins."""
@@ -114,18 +115,18 @@ class OptimizerFlags:
     """Parameters that --weight-decay leaves alone: 1d (fewer than two dims, as biases and weights
     of normalisations), patterns of names such as '*.bias', or several of these."""
     max_grad_norm: float | None = None
-    """Scale all gradients of a step down to this norm, where it is larger. Ranks wait for each
-    other to know the norm, which predictions leave out."""
+    """Scale all gradients of a step down to this norm if their norm is larger. Ranks wait for each
+    other to know the norm; predictions do not include this wait."""
     outer_lr: float = 1.0
-    """--sync-every: learning rate with which the averaged change of the replicas is applied. 1 and
-    no momentum is their mean; DiLoCo has 0.7 and 0.9."""
+    """--sync-every: learning rate with which the averaged change of the replicas is applied. 1 with
+    no momentum gives the mean of the replicas; DiLoCo has 0.7 with momentum 0.9."""
     outer_momentum: float = 0.0
     """--sync-every: Nesterov momentum of the averaged change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateFlags:
-    """What a run writes and goes on from."""
+    """What a run saves, and the state from which it continues."""
 
     save_model: bool = False
     """Write the trained parameters to model.safetensors in the run's directory."""
@@ -137,16 +138,16 @@ class StateFlags:
     number of ranks may differ; the data start from the beginning."""
     save_every: int | None = None
     """Write the state of --save-sharded after every so many measured steps, into state/step-STEP;
-    the last three stay. A launch with --resume goes on from it, on any ranks and by any
-    strategy (executor)."""
+    the last three states are kept. A launch with --resume continues from the last state, on any
+    ranks and by any strategy (executor)."""
     survive: bool = False
-    """When a rank's process dies, train on with the other ranks, in a run of its own: from the last
-    step that they hold together, else from --save-every's last state. Plans without each rank are
-    searched ahead, beside training (executor)."""
+    """When a rank's process dies, continue with the other ranks, in a new run: from the last step
+    whose state they hold together, else from the last state of --save-every. A plan without each
+    rank is searched in advance, beside training (executor)."""
     rejoin: int | None = None
-    """--survive: so many steps later the lost rank trains again, in a new process and by the
-    strategy of before. Where the processes of all ranks died, all start again from --save-every's
-    last state, as long as each such run saves a later one. Default: it stays out."""
+    """--survive: a lost rank trains again after so many steps, in a new process, by the strategy
+    from before its loss. If the processes of all ranks die, all start again from the last state of
+    --save-every, as long as each such run saves a later state. Default: a lost rank stays out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,41 +155,43 @@ class ElasticFlags:
     """A strategy that changes while training."""
 
     drift: bool = False
-    """Measure how fast each device computes, search again beside training when one has become
-    faster or slower, and change the strategy if that pays in the steps that are left (executor)."""
+    """Measure how fast each device computes. If a device has become faster or slower, search again
+    beside training, and change the strategy if this pays in the remaining steps (executor)."""
     drift_threshold: float = 0.25
     """--drift: relative change of a device's speed, up or down, that starts a search."""
     change: tuple[str, ...] = ()
-    """STEP:FILE, one or more: go on by another strategy from that measured step on, in the same
-    processes (executor). FILE is a strategy's file; ranks may be idle under either strategy."""
+    """STEP:FILE, one or more: from this measured step on, train by the strategy in FILE, in the
+    same processes (executor). Ranks may be idle under either strategy."""
     controlled: bool = False
-    """Between steps, take requests of ./entry.sh control RUN --strategy FILE to go on by another
-    strategy (executor)."""
+    """Between steps, accept requests of ./entry.sh control RUN --strategy FILE for another strategy
+    (executor)."""
     freeze: Literal["none", "schedule", "gradient"] = "none"
-    """schedule: stop training layers from the model's inputs on, F(T) = ceil(L (1 - (1 - a)^T)) of
+    """schedule: stop training layers, from the model's inputs on: F(T) = ceil(L (1 - (1 - a)^T)) of
     L layers after T intervals, as PipeTransformer does; the head is always trained (executor).
-    gradient: as many at most, up to the layer whose gradient was least in the interval. This is not
-    the training of all layers."""
+    gradient: freeze the layers up to the layer with the least gradient in the interval, but at most
+    a share a of the trained layers. Results differ from training all layers."""
     freeze_alpha: float = 1 / 3
-    """a of --freeze: share of the trained layers that each interval freezes, at most."""
+    """a of --freeze: largest share of the trained layers that an interval freezes."""
     freeze_interval: int | None = None
     """Steps of an interval of --freeze. Default: an epoch."""
     unfreeze: float | None = None
     """With --freeze and --lr-schedule: train all layers again when the learning rate has dropped by
-    this factor, such as 10, since they last were. The intervals of --freeze then begin anew."""
+    this factor, such as 10, since all layers were last trained. The intervals of --freeze then
+    begin anew."""
     shrink: Literal["none", "search", "pipetransformer"] = "none"
     """With --freeze: plan again for fewer ranks whenever layers have frozen (executor). search: the
-    search plans the frozen model, beside training, and the strategy changes if the steps that are
-    left gain more than the change costs. pipetransformer: that system's rule, which balances a
-    pipeline by size and halves its length while the largest stage is no larger than at first."""
+    search plans the frozen model beside training, and the strategy changes if the remaining steps
+    gain more than the change costs. pipetransformer: the rule of that system, which balances a
+    pipeline by size and halves its length while the largest stage is no larger than at the start.
+    """
     replicate: bool = False
-    """With --shrink: turn the ranks that it frees into replicas. Else no layer gets more replicas
-    than at the start, and these ranks idle."""
+    """With --shrink: turn the ranks that it frees into replicas. Otherwise no layer gets more
+    replicas than at the start, and these ranks idle."""
     cache: Literal["off", "auto", "on"] = "off"
-    """on: keep the outputs of the frozen layers by sample, and compute these layers no more once
-    all samples are kept. auto: only where reading is measured to be faster (--freeze)."""
+    """on: keep the outputs of the frozen layers by sample, and stop computing these layers when the
+    outputs of all samples are kept. auto: only if reading is measured to be faster (--freeze)."""
     cache_memory: float = 1024.0
-    """MiB of shared memory of each rank for --cache; further samples are written to the run's
+    """MiB of shared memory per rank for --cache; further outputs are written to the run's
     directory."""
 
 
@@ -197,22 +200,22 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     """Flags that have one value in all runs of a sweep."""
 
     steps: int | None = None
-    """Number of measured optimizer steps. Default: 20, or those of --epochs."""
+    """Number of measured optimizer steps. Default: 20, or as many as --epochs takes."""
     epochs: int | None = None
     """Number of measured passes over the data, instead of --steps."""
     warm_up: int = 3
     """Steps before the measured ones; they are trained, but not recorded."""
     no_sync_steps: int = 5
-    """Extra steps without communication, run after verification: a second estimate of exposed
-    communication, and the time of computing alone. 0 skips them."""
+    """Number of extra steps without communication after verification. They give a second estimate
+    of exposed communication, and the time of computing alone. 0 skips them."""
     balance: Literal["equal", "speed"] = "equal"
-    """ddp: samples of each rank in a batch: equal, or in proportion to the rank's speed, which is
-    measured before training (executor: by the profile). Both compute the gradient of the same
-    global batch."""
+    """ddp: how a batch is divided among ranks: equally, or in proportion to each rank's speed,
+    which is measured before training (executor: taken from the profile). Both compute the gradient
+    of the same global batch."""
     exact_dropout: bool = False
     """Make every shard use its part of the dropout masks of one device, so that all strategies with
-    the same microbatches train the same (executor). Otherwise each rank draws masks of its own, as
-    DDP does."""
+    the same microbatches give the same result (executor). Otherwise each rank draws its own masks,
+    as DDP does."""
     stages: int | None = None
     """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
     stages are replicated. Default: one stage per rank (interleaved: two)."""
@@ -220,25 +223,26 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     """Activation checkpointing: keep only the inputs of parts of the model, and run each part's
     forward again before its backward, which saves memory and costs time (executor)."""
     recompute_segments: int | None = None
-    """--recompute: most parts that each stage is cut into, up to 64. Default: 1 in pipelines, whose
-    stages then run again while they wait for gradients; else as many as need the least memory."""
+    """--recompute: largest number of parts of each stage, up to 64. Default: 1 in pipelines, whose
+    stages then run again while they wait for gradients; else the number that needs the least
+    memory."""
     asynchronous: bool = False
-    """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
-    is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
+    """pipeline or a strategy file, with schedule 1f1b: train as PipeDream does. Every microbatch is
+    a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
     computes gradients with weights that are S - 1 - s updates old, so results differ from one
     device's."""
     predict: bool = False
-    """Predict the steps of single and ddp too: measure links and operators first if results do not
-    hold them. All other strategies of the executor are always predicted."""
+    """Predict the steps of single and ddp too. Links and operators are measured first if the
+    results directory lacks them. All other strategies of the executor are always predicted."""
     bucket_mib: float = 25.0
-    """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, its
-    first bucket is smaller so that communication starts early."""
+    """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, the
+    first bucket is smaller, so that communication starts early."""
     n_workers: int = 0
     """Processes per rank that load data in advance; 0 loads in the training process."""
     evaluate: bool = False
-    """After each epoch, measure loss and accuracy on data that are not trained by (digits, and your
-    own where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
-    does not contain it."""
+    """After each epoch, measure loss and accuracy on held-out data (digits, and your own data if
+    the factory returns a pair). Training stands still meanwhile; the time of an epoch does not
+    include the evaluation."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 
@@ -265,8 +269,7 @@ class TrainConfig(TrainSettings):
     """One or more of: single (rank 0 only), ddp (data parallel), pipeline, tensor (layers cut by
     features), hybrid (convolutions data parallel, linear layers cut by features), searched (the
     plan that search finds), degrees such as tp=2,dp=2,pp=1 (tensor x data x pipeline parallel, as
-    `harness.plan predict --layout` takes them), FILE.json (a strategy's file), zero1, zero2,
-    zero3."""
+    for `harness.plan predict --layout`), FILE.json (a strategy file), zero1, zero2, zero3."""
     engine: Literal["auto", "torch", "executor", "deepspeed"] = "auto"
     """Code that trains: torch (single, ddp), executor (all but zero1 to zero3), deepspeed (single,
     ddp, zero1 to zero3). auto: torch for single and ddp, deepspeed for zero1 to zero3, else the
@@ -282,18 +285,18 @@ class TrainConfig(TrainSettings):
     """pipeline or degrees: order of the microbatches. interleaved is for pipeline only, and gives
     each rank two stages, or more with --stages."""
     microbatches: tuple[int | Literal["auto"], ...] = ("auto",)
-    """pipeline or degrees: microbatches per step. auto predicts one, two and four per rank and
-    takes the fastest (degrees without a pipeline: one)."""
+    """pipeline or degrees: microbatches per step. auto predicts steps with one, two and four
+    microbatches per rank and takes the fastest (degrees without a pipeline: one microbatch)."""
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16. Parameters stay fp32; bf16 and fp16 use autocast."""
     reduce_dtype: tuple[ReduceDtype, ...] = ("fp32",)
     """bf16 sums gradients over ranks in bf16, which halves their bytes on the links; parameters and
     optimizer state stay fp32, and losses differ a little from one device's."""
     sync_every: tuple[int, ...] = (1,)
-    """ddp, degrees with dp, and files: replicas are updated by themselves, and each parameter is
-    averaged every so many steps, a part in each step and beside its computing (local SGD, streaming
-    DiLoCo), so links carry that part of the gradients' bytes. Above 1 this is not the training of
-    one device."""
+    """ddp, degrees with dp, and files: each replica updates its own parameters, and every parameter
+    is averaged over the replicas every N steps (local SGD, streaming DiLoCo). Each step averages an
+    N-th of the parameters beside its computing, so links carry an N-th of the gradients' bytes.
+    Above 1, results differ from the training of one device."""
     n_ranks: tuple[int, ...] = ()
     """Numbers of ranks to train on, counted from rank 0, such as 1 2 4. Default: all."""
     repeats: int = 1

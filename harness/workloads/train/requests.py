@@ -127,7 +127,7 @@ class ControlOptions:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of the run, on the node of its rank 0."""
     strategy: Path
-    """Strategy's file, of any format that search and convert write."""
+    """Strategy file, in any format that search and convert write."""
     timeout_s: float = 600.0
     """Longest wait for the run's answer."""
 
