@@ -37,7 +37,7 @@ from faults_cluster import ROOT, Cluster, end
 
 from harness.measure.derive.changes import change_rows
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import step_times
+from harness.measure.derive.steps import step_times
 from harness.measure.store import Run, read_results
 from harness.plan import builders
 from harness.workloads.planning.inputs import capture_graph

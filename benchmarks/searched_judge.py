@@ -27,7 +27,8 @@ from harness.measure.derive.prediction import (
     read_prediction,
 )
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import step_times, training_summary
+from harness.measure.derive.steps import step_times
+from harness.measure.derive.training import training_summary
 from harness.measure.statistics import paired_ratio
 from harness.measure.store import Run, read_header, read_run
 

@@ -1,5 +1,6 @@
 """The numbers of one run that figures draw: derived once, so that its records can be dropped."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,15 +42,9 @@ from harness.measure.derive.prediction import (
     read_strategy,
 )
 from harness.measure.derive.spans import samples_of
+from harness.measure.derive.steps import by_first_rank, epoch_times, step_times
 from harness.measure.derive.timeline import measured_timeline, predicted_timeline
-from harness.measure.derive.training import (
-    HELD_OUT,
-    TrainingSummary,
-    by_first_rank,
-    epoch_times,
-    step_times,
-    training_summary,
-)
+from harness.measure.derive.training import HELD_OUT, TrainingSummary, training_summary
 from harness.measure.store import Problem, Run, read_run
 
 
@@ -200,7 +195,9 @@ class RunNumbers:
 
     def reached_s(self) -> dict[int, float]:
         """Seconds of all steps until the end of each, changes of the strategy included."""
-        still = {change.step: change.still_s for change in self.changes}
+        still: dict[int, float] = defaultdict(float)
+        for change in self.changes:
+            still[change.step] += change.still_s
         spent_s = [time_s + still.get(step, 0.0) for step, time_s in self.times.items()]
         return dict(zip(self.times, accumulate(spent_s), strict=True))
 

@@ -45,7 +45,10 @@ FRACTIONS = {
 }
 # Of these a zero says much.
 TELLING_ZEROS = {"regret", "median_error", "worst_error", "relative_error"}
-COUNTS = {"step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work", "stage"}
+COUNTS = {
+    *("step", "last_step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work"),
+    "stage",
+}
 ABBREVIATIONS = {
     "cv": "CV",
     "mfu": "MFU",

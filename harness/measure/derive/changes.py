@@ -1,11 +1,12 @@
 """The changes of strategy of a training run, predicted and measured."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from harness.domain.record import Record, Sample
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import change_times, step_times
+from harness.measure.derive.steps import change_times, step_times
 from harness.measure.rank_records import Records
 from harness.measure.statistics import known_median
 from harness.measure.store import Run
@@ -16,12 +17,13 @@ class ChangeRow:
     """One change.
 
     Attributes:
-        step: the first step by the new strategy.
+        step: the first step after it; several changes may be of one step.
         still_s: seconds without training, on the slowest rank.
         build_s: seconds in which the next engine was built beside training.
         moved_bytes: bytes of the state that travelled, by (sender, reader).
         cached_bytes: bytes of cached activations that all ranks received.
-        step_before_s, step_after_s: median of the steps by the old and by the new strategy.
+        step_before_s, step_after_s: median of the steps by the old and by the new strategy; None
+            if no step was trained by it.
         break_even_steps: steps after which the time standing still is recovered; None if the new
             strategy's steps are not shorter.
     """
@@ -63,59 +65,87 @@ def as_planned(run: Run) -> Run:
 
 def change_rows(run: Run) -> tuple[ChangeRow, ...]:
     """The changes of a run, by step; empty if its strategy stayed."""
-    records = run.ranks.get(0, [])
-    changes = sorted(samples_of(records, "change_s"), key=lambda one: one.step or 0)
-    times = step_times(run)
-    bounds = [0, *(one.step or 0 for one in changes), max(times, default=0) + 1]
+    changes, times = _changes(run.ranks.get(0, [])), step_times(run)
+    steps = [change[0].step or 0 for change in changes]
+    cached_bytes = _cached_bytes(run)
+    bounds = [0, *steps, max(times, default=0) + 1]
     found = []
-    for number, one in enumerate(changes):
-        step = one.step or 0
+    for number, (still, *samples) in enumerate(changes):
+        step, nth = steps[number], steps[:number].count(steps[number])
         found.append(
             ChangeRow(
                 step=step,
-                before=str(one.labels["before"]),
-                after=str(one.labels["after"]),
-                why=str(one.labels["why"]),
-                still_s=one.value,
-                predicted_still_s=_number(records, "change_predicted_s", step),
-                build_s=_number(records, "change_build_s", step),
-                moved_bytes=_pairs(samples_of(records, "change_bytes"), step),
-                predicted_bytes=_pairs(samples_of(records, "change_predicted_bytes"), step),
-                cached_bytes=_cached_bytes(run, step),
+                before=str(still.labels["before"]),
+                after=str(still.labels["after"]),
+                why=str(still.labels["why"]),
+                still_s=still.value,
+                predicted_still_s=_number(samples, "change_predicted_s"),
+                build_s=_number(samples, "change_build_s"),
+                moved_bytes=_pairs(samples, "change_bytes"),
+                predicted_bytes=_pairs(samples, "change_predicted_bytes"),
+                cached_bytes=cached_bytes.get((step, nth), 0),
                 step_before_s=_median(times, bounds[number], step),
                 step_after_s=_median(times, step, bounds[number + 2]),
-                predicted_before_s=_number(records, "change_step_predicted_s", step, side="before"),
-                predicted_after_s=_number(records, "change_step_predicted_s", step, side="after"),
+                predicted_before_s=_number(samples, "change_step_predicted_s", side="before"),
+                predicted_after_s=_number(samples, "change_step_predicted_s", side="after"),
             )
         )
     return tuple(found)
 
 
-def _number(records: Iterable[Record], metric: str, step: int, **labels: str) -> float | None:
+def _changes(records: Iterable[Record]) -> list[list[Sample]]:
+    """The samples of each change, by step. The first is `change_s`; the others follow it in the
+    file, because several changes may be of one step."""
+    by_step: dict[int | None, list[list[Sample]]] = defaultdict(list)
+    for sample in records:
+        if not isinstance(sample, Sample) or not sample.metric.startswith("change_"):
+            continue
+        if sample.metric == "change_s":
+            by_step[sample.step].append([sample])
+        elif sample.step in by_step:
+            by_step[sample.step][-1].append(sample)
+    steps = sorted(by_step, key=lambda step: step or 0)
+    return [change for step in steps for change in by_step[step]]
+
+
+def _number(samples: Iterable[Sample], metric: str, **labels: str) -> float | None:
     values = (
         sample.value
-        for sample in samples_of(records, metric)
-        if sample.step == step and labels.items() <= sample.labels.items()
+        for sample in samples
+        if sample.metric == metric and labels.items() <= sample.labels.items()
     )
     return next(values, None)
 
 
-def _pairs(samples: Sequence[Sample], step: int) -> dict[tuple[int, int], int]:
+def _pairs(samples: Iterable[Sample], metric: str) -> dict[tuple[int, int], int]:
     return {
         (int(s.labels["source"]), int(s.labels["target"])): round(s.value)
         for s in samples
-        if s.step == step
+        if s.metric == metric
     }
 
 
-def _cached_bytes(run: Run, step: int) -> int:
-    received = (
-        s.value
-        for records in run.ranks.values()
-        for s in samples_of(records, "cache_received_bytes")
-        if s.step == step
-    )
-    return round(sum(received))
+def _cached_bytes(run: Run) -> dict[tuple[int, int], int]:
+    """Bytes of activations that all ranks received, by step and number of the change at it.
+
+    Every rank has a sample of the changes that fill the cache. On rank 0 it is before `change_s`,
+    which tells the number.
+    """
+    numbers: dict[int | None, list[int]] = defaultdict(list)
+    n_changes = Counter[int | None]()
+    for sample in run.ranks.get(0, []):
+        if isinstance(sample, Sample) and sample.metric == "change_s":
+            n_changes[sample.step] += 1
+        elif isinstance(sample, Sample) and sample.metric == "cache_received_bytes":
+            numbers[sample.step].append(n_changes[sample.step])
+    found = Counter[tuple[int, int]]()
+    for records in run.ranks.values():
+        at = {step: iter(of_step) for step, of_step in numbers.items()}
+        for sample in samples_of(records, "cache_received_bytes"):
+            number = next(at.get(sample.step, iter(())), None)
+            if number is not None and sample.step is not None:
+                found[sample.step, number] += round(sample.value)
+    return found
 
 
 def _median(times: dict[int, float], start: int, stop: int) -> float | None:

@@ -7,7 +7,8 @@ from datetime import datetime
 from harness.domain.run import RunHeader
 from harness.measure.derive.settings import CHANGING
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import change_times
+from harness.measure.derive.steps import change_times
+from harness.measure.derive.timeline import clock_offsets
 from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.store import Run
 
@@ -17,7 +18,7 @@ _KEEPING = ("save_every", "survive", "continues", *CHANGING)
 
 @dataclass(frozen=True, kw_only=True)
 class StepClock:
-    """The steps of one run on rank 0, in seconds since 1970 by its host's clock.
+    """The steps of one run, in seconds since 1970 by the clock of rank 0's host.
 
     Attributes:
         steps: start and end of each step.
@@ -33,7 +34,7 @@ class StepClock:
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
     """The wall time of a training, from the start of its first measured step to the end of its
-    last, in seconds of rank 0. Definitions: docs/metrics.md.
+    last, in seconds. Definitions: docs/metrics.md.
 
     Attributes:
         run_ids: of the runs, each continued by the next.
@@ -61,28 +62,41 @@ class Goodput:
 
 
 def step_clock(run: Run) -> StepClock | None:
-    """None without steps on rank 0, without the time at which the run began, or for a run that
-    neither saves its state, changes, survives the loss of a rank, nor continues another."""
+    """None without steps, without the time at which the run began, or for a run that neither saves
+    its state, changes, survives the loss of a rank, nor continues another."""
     config = run.header.config
     if not any(config.get(flag) and config[flag] not in ("none", "off") for flag in _KEEPING):
         return None
-    spans = Records.of(run.ranks.get(0, [])).columns
-    is_step = spans.kind == KIND_CODES["step"]
-    numbers = spans.steps[spans.group[is_step]].tolist()
     try:
         begun_s = datetime.fromisoformat(run.header.start_utc).timestamp()
     except (ValueError, OverflowError):
         return None
-    if not numbers:
+    steps = _steps(run)
+    if not steps:
         return None
-    starts_s = (begun_s + spans.start_s[is_step]).tolist()
-    ends_s = (begun_s + spans.start_s[is_step] + spans.duration_s[is_step]).tolist()
-    saves = samples_of(run.ranks[0], "save_s")
     return StepClock(
-        steps=dict(zip(numbers, zip(starts_s, ends_s, strict=True), strict=True)),
-        saving={save.step: save.value for save in saves if save.step is not None},
+        steps={step: (begun_s + start_s, begun_s + end_s) for step, (start_s, end_s) in steps},
+        saving={
+            save.step: save.value
+            for save in samples_of(run.ranks.get(0, []), "save_s")
+            if save.step is not None
+        },
         still=change_times(run),
     )
+
+
+def _steps(run: Run) -> list[tuple[int, tuple[float, float]]]:
+    """Start and end of each step on rank 0's clock, of the first rank that recorded it: rank 0
+    may die before its last record is written."""
+    offsets, found = clock_offsets(run), dict[int, tuple[float, float]]()
+    for rank, records in sorted(run.ranks.items()):
+        spans = Records.of(records).columns
+        is_step = spans.kind == KIND_CODES["step"]
+        starts_s = spans.start_s[is_step] - (offsets[rank].offset_s if rank in offsets else 0.0)
+        ends_s = starts_s + spans.duration_s[is_step]
+        times = zip(starts_s.tolist(), ends_s.tolist(), strict=True)
+        found = dict(zip(spans.steps[spans.group[is_step]].tolist(), times, strict=True)) | found
+    return sorted(found.items())
 
 
 def continued_runs(headers: Iterable[RunHeader]) -> list[tuple[str, ...]]:

@@ -36,7 +36,7 @@ from harness.measure.derive.pipeline import (
 )
 from harness.measure.derive.ranks import median_of, rank_memory
 from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
-from harness.measure.derive.training import step_times
+from harness.measure.derive.steps import step_times
 from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, rank_correlation, summarize
 from harness.measure.store import Run

@@ -14,7 +14,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import step_times
+from harness.measure.derive.steps import step_times
 from harness.measure.rank_records import Records
 from harness.measure.store import Run
 

@@ -1,14 +1,12 @@
 """One training run in numbers: throughput, phases, communication, FLOP/s, memory, doubts."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from harness.domain.record import SHORTEST_S
 from harness.domain.run import RankInfo, Status
 from harness.measure.derive.devices import PeakKey, sum_of_peaks
 from harness.measure.derive.doubts import Doubt, DoubtKind, outlier_doubts, outliers
@@ -16,7 +14,14 @@ from harness.measure.derive.pipeline import computes
 from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive.settings import configured, configured_number, strategy_name
 from harness.measure.derive.spans import PHASES, PhaseTable, phase_table, samples_of, spans_of
-from harness.measure.rank_records import KIND_CODES, Records
+from harness.measure.derive.steps import (
+    by_first_rank,
+    change_times,
+    epoch_times,
+    largest_by_step,
+    step_times,
+    values_by_step,
+)
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
@@ -42,6 +47,7 @@ class TrainingSummary:
         no_sync_exposed_s: second estimate: median step minus median `no_sync_step_s`.
         slowed_compute_s: contention: median compute in a step minus that in steps without
             synchronisation. The second estimate includes it, the first does not.
+        last_loss_step: of a run that ended before the losses of its last steps were summed.
         validation_loss, accuracy: on held-out samples after the last epoch, by the parameters; the
             others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
@@ -80,6 +86,7 @@ class TrainingSummary:
     ring_bytes: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    last_loss_step: int | None = None
     validation_loss: float | None = None
     averaged_validation_loss: float | None = None
     accuracy: float | None = None
@@ -115,46 +122,6 @@ def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | 
         return None
     work = np.median([rate * duration_s for rate, duration_s in known])
     return float(work / np.median([duration_s for _, duration_s in known]))
-
-
-def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
-    """Sum of samples by step and rank (several interfaces or passes add up)."""
-    steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for rank, records in run.ranks.items():
-        for sample in samples_of(records, metric):
-            if sample.step is not None:
-                steps[sample.step][rank] += sample.value
-    return dict(sorted(steps.items()))
-
-
-def _largest_by_step(run: Run, metric: str) -> dict[int, float]:
-    """The largest of the ranks' values in each step."""
-    found = _values_by_step(run, metric)
-    return {step: max(by_rank.values()) for step, by_rank in found.items()}
-
-
-def step_times(run: Run) -> dict[int, float]:
-    """Seconds of each step: the maximum over ranks of span `step`."""
-    times: dict[int, float] = {}
-    for records in run.ranks.values():
-        spans = Records.of(records).columns
-        ends = spans.kind == KIND_CODES["step"]
-        steps, durations_s = spans.steps[spans.group[ends]], spans.duration_s[ends]
-        for step, duration_s in zip(steps.tolist(), durations_s.tolist(), strict=True):
-            times[step] = max(times.get(step, 0.0), duration_s)
-    return dict(sorted(times.items()))
-
-
-def change_times(run: Run) -> dict[int, float]:
-    """Seconds standing still in each change of strategy, by the first step after it."""
-    changes = samples_of(run.ranks.get(0, []), "change_s")
-    return {one.step: one.value for one in changes if one.step is not None}
-
-
-def epoch_times(run: Run) -> dict[int, float]:
-    """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
-    times = _largest_by_step(run, "epoch_s")
-    return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
 
 
 def _samples_per_unit(run: Run) -> float | None:
@@ -198,9 +165,12 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
+    numbers_of_ranks = [info.rank for info in run.header.ranks] or list(range(n_ranks))
+    used = tuple(rank for rank in numbers_of_ranks if rank in working or rank not in steps)
     numbers: dict[str, Any] = dict(_learned(run))
     if duration is not None:
         numbers |= _rates(run, duration, n_samples, ranks)
+        numbers |= _utilization(run, duration, used)
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
         run_id=run.header.run_id,
@@ -212,7 +182,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         n_ranks=n_ranks,
         backend=run.header.backend,
         plan=_plan_words(run),
-        used_ranks=tuple(r for r in range(n_ranks) if r in working or r not in steps),
+        used_ranks=used,
         unit="epoch" if is_epochs and times else "step",
         duration=duration,
         n_samples=n_samples,
@@ -243,8 +213,9 @@ def _duration(times_s: Sequence[float], still_s: Sequence[float]) -> Summary:
 def add_mfu_of_measured_peak(
     summary: TrainingSummary, ranks: Iterable[RankInfo], peaks: dict[PeakKey, float]
 ) -> TrainingSummary:
-    """Add the MFU of measured peak, if the peaks of all ranks are known."""
-    measured = sum_of_peaks(ranks, summary.dtype, peaks)
+    """Add the MFU of measured peak, if the peaks of all ranks that compute are known."""
+    used = [info for info in ranks if info.rank in summary.used_ranks]
+    measured = sum_of_peaks(used, summary.dtype, peaks)
     if not measured or summary.flops_per_s is None:
         return summary
     mfu = summary.flops_per_s / measured
@@ -291,22 +262,24 @@ def _rates(
         known = [value for value in moved if value is not None]
         if known:
             rates[f"{name}_bytes_per_s"] = max(known) / duration.median
-    flops = [median_of(records, "model_flops") for records in run.ranks.values()]
-    counted = [value for value in flops if value is not None]
-    if counted and len(counted) == len(run.header.ranks):
-        of_scores = (median_of(records, "score_flops") or 0.0 for records in run.ranks.values())
-        rates |= _utilization(run, sum(counted) / duration.median, sum(of_scores) / duration.median)
     tokens = (median_of(records, "tokens_per_sample") for records in run.ranks.values())
     rates["tokens_per_sample"] = next((n for n in tokens if n), None)
     return rates
 
 
-def _utilization(run: Run, flops_per_s: float, of_scores: float) -> dict[str, Any]:
+def _utilization(run: Run, duration: Summary, used: Sequence[int]) -> dict[str, Any]:
+    """FLOP/s, and its share of the published peaks of the devices that compute."""
+    flops = [median_of(run.ranks.get(rank, []), "model_flops") for rank in used]
+    counted = [value for value in flops if value is not None]
+    if not counted or len(counted) < len(used):
+        return {}
+    flops_per_s = sum(counted) / duration.median
+    scores = (median_of(run.ranks.get(rank, []), "score_flops") or 0.0 for rank in used)
+    of_scores = sum(scores) / duration.median
     dtype = configured(run, "dtype", "fp32")
-    infos = run.header.ranks
-    published = [info.peak_flops_per_s.get(dtype) for info in infos]
+    published = [i.peak_flops_per_s.get(dtype) for i in run.header.ranks if i.rank in used]
     known = [peak for peak in published if peak]
-    peak = sum(known) if known and len(known) == len(infos) else None
+    peak = sum(known) if len(known) == len(used) else None
     return {
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / peak if peak else None,
@@ -326,16 +299,16 @@ def _communication(
         numbers["exposed_communication_s"] = _mean(
             table.phases["exposed_communication"] for table in tables
         )
-    if slowest := [*_largest_by_step(run, "no_sync_step_s").values()]:
+    if slowest := [*largest_by_step(run, "no_sync_step_s").values()]:
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
-    by_step = _values_by_step(run, "no_sync_compute_s")
+    by_step = values_by_step(run, "no_sync_compute_s")
     without_s = [
         s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working
     ]
     if without_s and tables:
         with_s = np.concatenate([table.compute_s for table in tables])
         numbers["slowed_compute_s"] = float(np.median(with_s) - np.median(without_s))
-    if started := [*_largest_by_step(run, "n_synchronisations").values()]:
+    if started := [*largest_by_step(run, "n_synchronisations").values()]:
         numbers["synchronisations_per_s"] = float(np.median(started)) / duration.median
     return numbers
 
@@ -357,19 +330,15 @@ HELD_OUT = ("validation_loss", "averaged_validation_loss", "accuracy", "averaged
 
 def _learned(run: Run) -> dict[str, float]:
     """First and last loss, and the last ones on held-out samples."""
-    found = {}
-    if losses := [*by_first_rank(run, "loss").values()]:
-        found = {"first_loss": losses[0], "last_loss": losses[-1]}
+    found: dict[str, float] = {}
+    if losses := by_first_rank(run, "loss"):
+        last = max(losses)
+        found = {"first_loss": losses[min(losses)], "last_loss": losses[last]}
+        found |= {"last_loss_step": last} if last < max(step_times(run), default=last) else {}
     for metric in HELD_OUT:
         if values := [*by_first_rank(run, metric).values()]:
             found[metric] = values[-1]
     return found
-
-
-def by_first_rank(run: Run, metric: str) -> dict[int, float]:
-    """Samples of the first rank that has them, by step."""
-    found = _values_by_step(run, metric)
-    return {step: by_rank[min(by_rank)] for step, by_rank in found.items()}
 
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:

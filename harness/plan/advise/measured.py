@@ -21,7 +21,7 @@ from harness.errors import HarnessError
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.settings import strategy_name
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import step_times
+from harness.measure.derive.steps import step_times
 from harness.measure.store import find_runs, read_run, without_samples
 from harness.plan.advise.sets import part_of
 from harness.plan.costs import FAMILIES, family_of

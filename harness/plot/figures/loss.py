@@ -59,7 +59,9 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
         losses = steps["loss"].dropna()
         if len(losses):
             row |= {"first_loss": losses.iloc[0], "last_loss": losses.iloc[-1]}
-            row |= {"n_steps": len(losses), "time_s": steps["time_s"].max()}
+            known = steps.loc[losses.index]
+            row |= {"n_steps": len(losses), "last_step": known["step"].max()}
+            row |= {"time_s": known["time_s"].max()}
         row |= {name: steps[name].dropna().iloc[-1] for name in SHOWN if _has(steps, name)}
         found.append(row)
     return pd.DataFrame(found)
@@ -106,13 +108,14 @@ def _draw(axes: Axes, steps: pd.DataFrame, x: str, scale: float) -> None:
 FIGURE = Figure(
     caption=(
         "Mean loss of the global batch in each step, of the first repeat, by step and by the time "
-        "in steps (without saves and evaluations). Lines of more than "
+        "in steps (without saves and evaluations). The line of a run that failed ends with the "
+        "last sum of losses over ranks, before its last step. Lines of more than "
         f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after an epoch. "
         "Strategies that train like one device have equal lines by step. The loss of averaged "
         "replicas is the mean of each on its own samples, so held-out samples compare them."
     ),
     better="lower, and earlier, is better",
-    needs="a training run: ./entry.sh train",
+    needs="losses of steps, which imported logs do not hold: ./entry.sh train",
     rows=of_training(_rows),
     measured=("loss",),
     draw=draw,

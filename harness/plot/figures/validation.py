@@ -7,9 +7,17 @@ import pandas as pd
 from harness.domain.prediction import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Axes, Canvas, Figure, Rows
-from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, plain_log_axis
+from harness.plot.style import (
+    LIMIT,
+    MUTED,
+    SERIES,
+    WIDTH_IN,
+    joint_legend,
+    plain_log_axis,
+)
 
 N_COLUMNS, PANEL_IN = 2, 4.2
+POINTS = {True: (SERIES[0], "judged"), False: (MUTED, "calibrates: not judged")}
 
 
 def _row(validation: Validation, point: ValidatedPoint) -> dict[str, Any]:
@@ -60,18 +68,22 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
         _draw_set(axes, str(name), rows)
     for axes in panels[len(groups) :]:
         axes.set_axis_off()
+    joint_legend(canvas, panels[: len(groups)], n_columns=4)
 
 
 def _draw_set(axes: Axes, name: str, rows: pd.DataFrame) -> None:
     times = rows[["measured_s", "predicted_s"]]
     ends = [float(times.min().min()) / 1.3, float(times.max().max()) * 1.3]
-    axes.fill_between(
-        ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color=MUTED, alpha=0.2
-    )
-    axes.plot(ends, ends, color=LIMIT, linewidth=0.8)
-    for judged, colour in ((False, MUTED), (True, SERIES[0])):
+    low, high = ([factor * end for end in ends] for factor in (0.9, 1.1))
+    axes.fill_between(ends, low, high, color=MUTED, alpha=0.2, linewidth=0, label="within 10 %")
+    axes.plot(ends, ends, color=LIMIT, linewidth=0.8, label="exact")
+    for judged, (colour, words) in POINTS.items():
         own = rows[rows["judged"] == judged]
-        axes.plot(own["measured_s"], own["predicted_s"], "o", color=colour, markersize=2.5)
+        if len(own):
+            axes.plot(
+                *(own["measured_s"], own["predicted_s"], "o"),
+                color=colour, markersize=2.5, label=words,
+            )  # fmt: skip
     for which in ("x", "y"):
         plain_log_axis(axes, which)
     axes.set_xlim(*ends)

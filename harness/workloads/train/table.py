@@ -11,12 +11,13 @@ from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.settings import unlike_one_device
+from harness.measure.derive.steps import change_times, epoch_times, step_times
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
 from harness.measure.derive.training import (
     TrainingSummary,
-    change_times,
     rate_over_repeats,
     training_summary,
+    with_outliers_of_repeats,
 )
 from harness.measure.statistics import known_mean, known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
@@ -113,7 +114,7 @@ def train_text(runs: list[Run]) -> str:
         for directory in {run.path.parent for run in runs}
         for path, header in headers_in(directory, "*-matmul-*")
     )
-    summaries = [training_summary(run, peaks) for run in runs]
+    summaries = _over_all_steps(runs, [training_summary(run, peaks) for run in runs])
     rows = _rows_of_repeats(runs, summaries)
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
     named = [
@@ -131,15 +132,39 @@ def train_text(runs: list[Run]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _over_all_steps(
+    runs: Sequence[Run], summaries: Sequence[TrainingSummary]
+) -> list[TrainingSummary]:
+    """Return the summaries with outliers among the steps of all repeats, as in the report."""
+    found = list(summaries)
+    for places in _places_of_repeats(runs).values():
+        times = [_judged_times(runs[at]) for at in places]
+        of_repeats = with_outliers_of_repeats([summaries[at] for at in places], times)
+        for at, summary in zip(places, of_repeats, strict=True):
+            found[at] = summary
+    return found
+
+
+def _places_of_repeats(runs: Sequence[Run]) -> dict[tuple[str, str], list[int]]:
+    """Return the positions of the runs that are repeats with one status."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for at, run in enumerate(runs):
+        places.setdefault((run.header.key, run.header.status), []).append(at)
+    return places
+
+
+def _judged_times(run: Run) -> dict[int, float]:
+    is_judged = run.header.status == "ok" and not change_times(run)
+    return (step_times(run) or epoch_times(run)) if is_judged else {}
+
+
 def _rows_of_repeats(
     runs: Sequence[Run], summaries: Sequence[TrainingSummary]
 ) -> list[tuple[str, TrainingSummary]]:
     """Return a name and a summary for each run, or for each set of repeats that ended ok."""
-    repeats: dict[tuple[str, str], list[Repeat]] = {}
-    for run, summary in zip(runs, summaries, strict=True):
-        repeats.setdefault((run.header.key, summary.status), []).append((run, summary))
     rows = []
-    for (_, status), found in repeats.items():
+    for (_, status), places in _places_of_repeats(runs).items():
+        found = [(runs[at], summaries[at]) for at in places]
         if status == "ok" and len(found) > 1:
             first, of_repeats = found[0][0], [summary for _, summary in found]
             name = f"{_name(first, of_repeats[0])}, {len(found)} repeats"
@@ -186,7 +211,8 @@ def _name(run: Run, summary: TrainingSummary) -> str:
 
 def _loss(summary: TrainingSummary) -> str:
     first, last = summary.first_loss, cell(summary.last_loss, ".4g")
-    return "-" if first is None else f"{first:.4g} to {last}"
+    at = "" if summary.last_loss_step is None else f" at step {summary.last_loss_step}"
+    return "-" if first is None else f"{first:.4g} to {last}{at}"
 
 
 _Columns = dict[str, Callable[[TrainingSummary], str]]

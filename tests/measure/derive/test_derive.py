@@ -1,5 +1,8 @@
 """Hand-sized runs of two or three ranks, every derived number worked out beside them."""
 
+import dataclasses
+
+import msgspec
 import numpy as np
 import pytest
 from made_runs import cluster_of, run_of
@@ -23,8 +26,8 @@ from harness.measure.derive.links import (
 )
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
+from harness.measure.derive.steps import step_times
 from harness.measure.derive.training import (
-    step_times,
     training_summary,
     with_outliers_of_repeats,
 )
@@ -153,6 +156,30 @@ def test_mfu_of_a_device_without_a_published_peak_is_blank():
     assert summary.flops_per_s is not None
     assert summary.mfu is None
     assert summary.mfu_of_measured_peak is None
+
+
+def test_devices_that_a_plan_leaves_out_count_in_no_mfu():
+    run = full_run()
+    idle = [span("step", 0, 0.001), Sample(metric="model_flops", value=0.0, step=0)]
+    peaks = {("GPU", 4, "fp32"): 0.5e12}
+    whole = training_summary(make_run([run.ranks[0]], peak={"fp32": 1e12}), peaks)
+    found = training_summary(make_run([run.ranks[0], idle], peak={"fp32": 1e12}), peaks)
+    assert found.used_ranks == (0,)
+    assert (found.mfu, found.mfu_of_measured_peak) == (whole.mfu, whole.mfu_of_measured_peak)
+    assert found.mfu == pytest.approx(1 / 10.5)
+    first, second = run.header.ranks
+    unknown = msgspec.structs.replace(second, peak_flops_per_s={}, device_kind="old")
+    header = msgspec.structs.replace(run.header, ranks=[first, unknown])
+    run = dataclasses.replace(run, header=header, ranks={0: run.ranks[0], 1: idle})
+    assert training_summary(run, peaks).mfu == found.mfu
+
+
+def test_the_last_loss_of_a_run_that_was_lost_is_of_an_earlier_step():
+    steps = [record for step in range(4) for record in one_step(step)]
+    losses = [Sample(metric="loss", value=2.0 - step, step=step) for step in range(2)]
+    lost = training_summary(make_run([[*steps, *losses]], status="crash"))
+    assert (lost.first_loss, lost.last_loss, lost.last_loss_step) == (2.0, 1.0, 1)
+    assert training_summary(full_run()).last_loss_step is None
 
 
 def test_a_run_out_of_memory_is_a_row_without_numbers():

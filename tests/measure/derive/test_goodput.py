@@ -53,6 +53,29 @@ def test_steps_count_once_and_all_parts_sum_to_the_time():
     assert round(found.share, 6) == round(12 / 37, 6)
 
 
+def test_a_step_counts_that_rank_0_did_not_live_to_record():
+    """Rank 1, whose clock is 100 s ahead, has recorded step 2 too; the next run goes on at 3."""
+
+    def step(number, start_s):
+        return Span(kind="step", step=number, start_s=start_s, duration_s=1.0)
+
+    offsets = [sample("clock_offset_s", None, 100.0), sample("clock_offset_error_s", None, 0.0)]
+    lost = run_of(
+        [step(number, 2.0 * number) for number in range(2)],
+        [*offsets, *(step(number, 100 + 2.0 * number + 0.25) for number in range(3))],
+        run_id="a",
+        config={"survive": True},
+    )
+    clock = step_clock(lost)
+    assert clock is not None
+    begun_s = clock.steps[0][0]
+    assert [start_s - begun_s for start_s, _ in clock.steps.values()] == [0.0, 2.0, 4.25]
+    then = trained("b", "00:30", range(3, 5), continues="a")
+    found = goodput(("a", "b"), {"a": clock, "b": step_clock(then)})
+    assert (found.n_steps, found.n_repeated, found.steps_s) == (5, 0, 5.0)
+    assert found.restarting_s == 33 - 5.25
+
+
 def test_a_run_without_saves_and_changes_has_none():
     clocks = {"a": step_clock(trained("a", "00:00", range(3)))}
     assert goodput(("a",), clocks) is None

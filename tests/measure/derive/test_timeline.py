@@ -9,13 +9,13 @@ from harness.domain.record import Sample, Span
 from harness.measure.derive.devices import unpublished_peaks
 from harness.measure.derive.doubts import stolen_shares, stolen_warnings
 from harness.measure.derive.spans import phase_table
+from harness.measure.derive.steps import step_times
 from harness.measure.derive.timeline import (
     clock_offsets,
     measured_timeline,
     median_step,
     predicted_timeline,
 )
-from harness.measure.derive.training import step_times
 from harness.measure.store import Run
 
 

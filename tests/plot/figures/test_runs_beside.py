@@ -3,12 +3,17 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+from made_runs import run_of
+
 from harness.domain.prediction import ValidatedPoint, Validation
 from harness.domain.record import Record, Sample, Span
 from harness.measure.derive.changes import change_rows
+from harness.measure.derive.steps import change_times, step_times
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, find_runs
 from harness.plot.catalog import Catalog, read_validations
 from harness.plot.figures import changes, validation
+from harness.plot.numbers import RunNumbers
 from harness.plot.render import image_bytes
 
 
@@ -23,6 +28,7 @@ def sample(metric, value, **labels):
 RECORDS: list[Record] = [
     *(step(number, 0.5) for number in range(3)),
     *(step(number, 0.1) for number in range(3, 8)),
+    sample("cache_received_bytes", 512),
     sample("change_s", 2.0, before="ddp", after="pipeline", why="--change 3:next.json"),
     sample("change_predicted_s", 1.5),
     sample("change_build_s", 4.0),
@@ -31,7 +37,6 @@ RECORDS: list[Record] = [
     sample("change_bytes", 1000, source=0, target=1),
     sample("change_bytes", 3000, source=2, target=1),
     sample("change_predicted_bytes", 4000, source=2, target=1),
-    sample("cache_received_bytes", 512),
 ]
 RUN = Run(path=Path("run"), header=SimpleNamespace(), ranks={0: RECORDS})  # type: ignore[arg-type]
 
@@ -44,6 +49,40 @@ def test_a_change_stands_between_the_steps_before_and_after():
     assert (change.predicted_before_s, change.predicted_after_s) == (0.4, 0.2)
     assert change.moved_bytes == {(0, 1): 1000, (2, 1): 3000}
     assert change.break_even_steps == 5  # 2 s over 0.4 s a step
+
+
+def test_changes_at_one_step_keep_their_own_numbers():
+    second = [
+        sample("change_s", 0.5, before="pipeline", after="tensor", why="drift"),
+        sample("change_build_s", 3.0),
+        sample("change_step_predicted_s", 0.2, side="before"),
+        sample("change_bytes", 70, source=0, target=1),
+    ]
+    filled = [sample("cache_received_bytes", 100.0)]
+    run = run_of([*RECORDS, *second], filled)
+    first, then = change_rows(run)
+    assert (first.still_s, first.build_s, first.moved_bytes[0, 1]) == (2.0, 4.0, 1000)
+    assert (then.still_s, then.build_s, then.moved_bytes) == (0.5, 3.0, {(0, 1): 70})
+    assert (first.cached_bytes, then.cached_bytes) == (612, 0)
+    assert (first.predicted_still_s, then.predicted_still_s) == (1.5, None)
+    # No step was trained by the strategy in between.
+    assert (first.step_before_s, first.step_after_s, first.break_even_steps) == (0.5, None, None)
+    assert (then.step_before_s, then.step_after_s) == (None, 0.1)
+    assert change_times(run) == {3: 2.5}
+    summary = training_summary(run)
+    assert summary.duration is not None
+    assert round(summary.duration.median, 9) == round((3 * 0.5 + 5 * 0.1 + 2.5) / 8, 9)
+    numbers = RunNumbers(
+        path=run.path, header=run.header, times=step_times(run), changes=change_rows(run)
+    )
+    assert round(numbers.reached_s()[3], 9) == 3 * 0.5 + 2.5 + 0.1
+
+
+def test_a_cache_that_only_the_second_change_fills_is_its_own():
+    first = sample("change_s", 2.0, before="ddp", after="pipeline", why="a")
+    second = sample("change_s", 0.5, before="pipeline", after="tensor", why="b")
+    run = run_of([first, sample("cache_received_bytes", 7.0), second])
+    assert [change.cached_bytes for change in change_rows(run)] == [0, 7]
 
 
 def test_the_figure_has_a_row_for_each_change():
@@ -104,4 +143,9 @@ def test_every_step_has_a_row_and_a_set_its_panel():
     assert table["status"].tolist() == ["ok", "failed", "ok"]
     (row,) = validation.FIGURE.report_table(table).to_dict("records")
     assert (row["set"], row["n_points"], row["median_error"]) == ("amp", 1, 0.5)
-    assert b"amp: median error 50.0%" in image_bytes(validation.FIGURE, table, "svg")[0]
+    drawn = image_bytes(validation.FIGURE, table, "svg")[0]
+    assert b"amp: median error 50.0%" in drawn
+    for words in (b"judged", b"calibrates: not judged", b"within 10 %", b"exact"):
+        assert b"<!-- " + words + b" -->" in drawn
+    judged = image_bytes(validation.FIGURE, table[table["judged"]], "svg")[0]
+    assert b"calibrates" not in judged  # no such point

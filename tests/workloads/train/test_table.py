@@ -122,6 +122,21 @@ def test_the_accuracy_on_held_out_samples_after_the_last_epoch_is_shown():
     assert (heads.split()[-1], cells.split()[-1]) == ("accuracy", "75.0%")
 
 
+def test_the_last_loss_of_a_run_that_was_lost_has_its_step():
+    (run,) = runs = [make_run("single", 0)]
+    run.ranks[0] += [Sample(metric="loss", value=2.5 - k, step=k) for k in range(2)]
+    assert "2.5 to 1.5 at step 1" in train_text(runs).splitlines()[1]
+    run.ranks[0] += [Sample(metric="loss", value=0.5, step=k) for k in range(2, 10)]
+    assert train_text(runs).splitlines()[1].endswith("2.5 to 0.5")
+
+
+def test_outliers_are_judged_over_the_steps_of_all_repeats():
+    """Of a run whose steps all take 8 s none is far above the others; its repeats take 4 s."""
+    runs = [make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 4.0, 4.0, 8.0))]
+    lines = [line for line in train_text(runs).splitlines() if "far above" in line]
+    assert lines == ["warning: m single fp32 batch 8 on 2 #4: 10 steps far above the others"]
+
+
 def test_parts_over_repeats_are_means_that_sum_to_the_mean_step_and_memory_is_the_peak():
     runs = [make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 10.0))]
     peak = Sample(metric="memory_peak_bytes", value=3 << 30, labels={"kind": "rss"})

@@ -1,0 +1,57 @@
+"""The times of a run's steps, and its numbers by step: over all ranks."""
+
+from collections import defaultdict
+
+from harness.domain.record import SHORTEST_S
+from harness.measure.derive.spans import samples_of
+from harness.measure.rank_records import KIND_CODES, Records
+from harness.measure.store import Run
+
+
+def values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
+    """Sum of samples by step and rank (several interfaces or passes add up)."""
+    steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for rank, records in run.ranks.items():
+        for sample in samples_of(records, metric):
+            if sample.step is not None:
+                steps[sample.step][rank] += sample.value
+    return dict(sorted(steps.items()))
+
+
+def largest_by_step(run: Run, metric: str) -> dict[int, float]:
+    """The largest of the ranks' values in each step."""
+    found = values_by_step(run, metric)
+    return {step: max(by_rank.values()) for step, by_rank in found.items()}
+
+
+def step_times(run: Run) -> dict[int, float]:
+    """Seconds of each step: the maximum over ranks of span `step`."""
+    times: dict[int, float] = {}
+    for records in run.ranks.values():
+        spans = Records.of(records).columns
+        ends = spans.kind == KIND_CODES["step"]
+        steps, durations_s = spans.steps[spans.group[ends]], spans.duration_s[ends]
+        for step, duration_s in zip(steps.tolist(), durations_s.tolist(), strict=True):
+            times[step] = max(times.get(step, 0.0), duration_s)
+    return dict(sorted(times.items()))
+
+
+def change_times(run: Run) -> dict[int, float]:
+    """Seconds standing still in changes of strategy, by the first step after them."""
+    times: dict[int, float] = defaultdict(float)
+    for one in samples_of(run.ranks.get(0, []), "change_s"):
+        if one.step is not None:
+            times[one.step] += one.value
+    return dict(times)
+
+
+def epoch_times(run: Run) -> dict[int, float]:
+    """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
+    times = largest_by_step(run, "epoch_s")
+    return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
+
+
+def by_first_rank(run: Run, metric: str) -> dict[int, float]:
+    """Samples of the first rank that has them, by step."""
+    found = values_by_step(run, metric)
+    return {step: by_rank[min(by_rank)] for step, by_rank in found.items()}
