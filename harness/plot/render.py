@@ -60,9 +60,10 @@ def image_bytes(figure: Figure, table: pd.DataFrame, *formats: str) -> list[byte
         # A name in a script that the font lacks has boxes for letters.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         from matplotlib.figure import Figure as Canvas
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-        canvas = Canvas(layout=ConstrainedLayoutEngine(w_pad=WIDTH_PAD_IN))
+        from harness.plot.rounded_layout import RoundedLayout
+
+        canvas = Canvas(layout=RoundedLayout(w_pad=WIDTH_PAD_IN))
         figure.draw_most(table, canvas)
         for file_format in formats:
             buffer = io.BytesIO()

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,9 +23,13 @@ from measured_runs import (
     write_training,
 )
 
+from harness.measure.store import find_runs
 from harness.plot.__main__ import main
+from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
+from harness.plot.render import image_bytes
 
+SAMPLES = Path(__file__).parents[2] / "results"
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -130,6 +135,17 @@ def test_equal_results_give_an_equal_report(comparison, plots, tmp_path):
         assert again == path.read_bytes(), path.name
         if path.name != "report.html":
             assert again == (plots / path.name).read_bytes(), path.name
+
+
+def test_equal_tables_give_equal_images_wherever_objects_lie_in_memory():
+    """The solver of the layout adds up in the order of addresses; several parts show it."""
+    figure = load_figure("timeline")
+    table = figure.table(read_catalog(find_runs(SAMPLES)[0]))
+    kept, images = [], set()
+    for n in range(8):
+        kept.append([object() for _ in range(1000 * n)])
+        images.update(image_bytes(figure, table, "svg"))
+    assert len(images) == 1
 
 
 def test_only_draws_what_is_named(comparison, tmp_path):
