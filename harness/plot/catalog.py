@@ -30,7 +30,7 @@ from harness.domain.run import HOST_SETTINGS, RunHeader, telling_flags
 from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.doubts import rank_settings
-from harness.measure.derive.settings import configured_number
+from harness.measure.derive.settings import configured_number, telling_settings
 from harness.measure.derive.training import (
     TrainingSummary,
     add_mfu_of_measured_peak,
@@ -67,7 +67,6 @@ BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
 ROWS_NAME_ALL = ("matmul", "links")
-UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,16 +230,6 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     return summarize([summary.median for summary in summaries], shortest=0)
 
 
-def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat |= _scalars(value, f"{prefix}{name}.")
-        elif name not in UNLABELLED:
-            flat[f"{prefix}{name}"] = shorten(str(value), 80)
-    return flat
-
-
 def batch_of(run: RunNumbers, summary: TrainingSummary) -> float | None:
     """Samples of the job in one step: measured, or as configured where nothing was."""
     if summary.unit == "step" and summary.n_samples:
@@ -266,12 +255,10 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
         if len(positions) < 2:
             continue
         headers = [cases[i].case.header for i in positions]
-        configs = [_scalars(telling_flags(one.workload, one.config)) for one in headers]
-        names = sorted({name for config in configs for name in config})
-        telling = [n for n in names if len({config.get(n) for config in configs}) > 1][:3]
-        for i, config in zip(positions, configs, strict=True):
-            words = [f"{name} {config[name]}" for name in telling if name in config]
-            cases[i] = replace(cases[i], label=" · ".join([cases[i].label, *words]))
+        told = telling_settings([telling_flags(one.workload, one.config) for one in headers])
+        for i, words in zip(positions, told, strict=True):
+            label = " · ".join(filter(None, (cases[i].label, words)))
+            cases[i] = replace(cases[i], label=label)
     taken = Counter(_identity(case) for case in cases)
     return [
         case

@@ -77,7 +77,10 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     """Each doubt with the name of its run; empty if it concerns several."""
     for summary in (summary for case in catalog.training for summary in case.summaries):
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
-        yield from ((name, doubt) for doubt in summary.warnings)
+        texts: dict[DoubtKind, list[str]] = defaultdict(list)
+        for doubt in summary.warnings:
+            texts[doubt.kind].append(doubt.text)
+        yield from ((name, Doubt(kind, "; ".join(of_kind))) for kind, of_kind in texts.items())
     for trained in catalog.training:
         if why := unlike_one_device(trained.case.runs[0]):
             yield trained.whole_label, Doubt(DoubtKind.TRAINING, why)

@@ -1,4 +1,5 @@
-"""Strategies that compete in a cell (equal model, batch, dtype and cluster), with predictions."""
+"""Strategies that compete in a cell (equal model, batch, dtype, cluster and other settings), with
+predictions."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,6 +8,8 @@ from statistics import median
 
 from harness.domain.run import HOST_SETTINGS
 from harness.measure.derive.prediction import PredictedRun, RankedStrategy
+from harness.measure.derive.settings import rest_of_config, telling_settings
+from harness.measure.derive.strategies import workload_key
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.numbers import RunNumbers
 
@@ -29,7 +32,8 @@ def _first_device(case: TrainingCase) -> tuple[object, ...]:
 
 
 def cells(cases: Iterable[TrainingCase]) -> dict[str, list[TrainingCase]]:
-    """Cases by cell; a run on one device joins every cell whose first device it used."""
+    """Cases by cell; a run on one device joins every cell whose first device it used. Cells of
+    equal words differ in settings, which are named."""
     every = list(cases)
     found: dict[str, list[TrainingCase]] = defaultdict(list)
     for case in every:
@@ -43,7 +47,21 @@ def cells(cases: Iterable[TrainingCase]) -> dict[str, list[TrainingCase]]:
             continue
         for own in by_device.get(_first_device(case)) or [found[cell_of(case)]]:
             own.append(case)
-    return dict(found)
+    return {name: own for cell, like in found.items() for name, own in _by_settings(cell, like)}
+
+
+def _by_settings(cell: str, cases: Iterable[TrainingCase]) -> list[tuple[str, list[TrainingCase]]]:
+    groups: dict[str, list[TrainingCase]] = defaultdict(list)
+    for case in cases:
+        groups[workload_key(case.case.runs[0])].append(case)
+    firsts = [own[0].case for own in groups.values()]
+    told = telling_settings([rest_of_config(first.runs[0]) for first in firsts])
+    names = [" · ".join(filter(None, (cell, words))) for words in told]
+    unique = [
+        name if names.count(name) == 1 else f"{name} · {first.header.run_id}"
+        for name, first in zip(names, firsts, strict=True)
+    ]
+    return list(zip(unique, groups.values(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

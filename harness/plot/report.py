@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FRACTIONS = {
     *("cv", "efficiency", "low", "high", "overlap", "mfu", "mfu_of_measured_peak"),
     *("error", "median_error", "worst_error", "regret", "profile_fit_error"),
-    *("bubble", "predicted_bubble", "goodput"),
+    *("bubble", "predicted_bubble", "goodput", "accuracy"),
 }
 # Of these a zero says much.
 TELLING_ZEROS = {"regret", "median_error", "worst_error", "relative_error"}

@@ -1,5 +1,6 @@
 """Settings of a run, and the name of its strategy, which is made of them."""
 
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -23,6 +24,13 @@ COMPARED = STRATEGY_FLAGS - {"stages"} | {
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
     "sync_every", "outer_lr", "outer_momentum",
 }  # fmt: skip
+# Flags that say how long a run trains, or what it does between steps: none changes a step.
+BETWEEN_STEPS = frozenset({
+    "steps", "epochs", "first_step", "until", "continues", "evaluate", "no_sync_steps",
+    "save_every", "save_model", "save_sharded",
+})  # fmt: skip
+_UNTELLING = ("source", "samples_per_epoch", "repeats", "results", "run_name")
+_MOST_TELLING = 3
 
 
 def configured(run: Headed, name: str, default: str = "") -> str:
@@ -36,6 +44,46 @@ def configured_number(run: Headed, name: str) -> float | None:
     value: Any = run.header.config.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value <= MOST_NUMBER else None
+
+
+def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]:
+    """The settings in which compared runs agree, without some and without those that are off."""
+    left_out = COMPARED.union(without)
+    return {
+        name: value
+        for name, value in run.header.config.items()
+        if name not in left_out and not _is_off(value)
+    }
+
+
+def telling_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each configuration the settings, three at most, that tell it from the others, in words;
+    one that is off has none."""
+    flat = [_scalars(config) for config in configs]
+    names = sorted({name for config in flat for name in config})
+    telling = [name for name in names if len({str(config.get(name)) for config in flat}) > 1]
+    return [
+        " · ".join(
+            name if config[name] is True else f"{name} {str(config[name])[:80]}"
+            for name in telling[:_MOST_TELLING]
+            if name in config
+        )
+        for config in flat
+    ]
+
+
+def _scalars(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _scalars(value, f"{prefix}{name}.")
+        elif name not in _UNTELLING and not _is_off(value):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", [])
 
 
 def strategy_name(run: Headed) -> str:

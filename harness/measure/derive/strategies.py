@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
-from harness.measure.derive.settings import COMPARED, ONE_DEVICE, configured
+from harness.measure.derive.settings import ONE_DEVICE, configured, rest_of_config
 from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
@@ -78,13 +78,13 @@ def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list
     """
     workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
-        workloads.setdefault(_rest_of_config(run), []).append((run, summary))
+        workloads.setdefault(workload_key(run), []).append((run, summary))
     return [_compared(group) for group in workloads.values()]
 
 
-def _rest_of_config(run: Headed) -> str:
-    rest = {name: v for name, v in run.header.config.items() if name not in COMPARED}
-    return json.dumps([rest, _kind_of(run)], sort_keys=True)
+def workload_key(run: Headed) -> str:
+    """Equal for runs whose strategies are compared."""
+    return json.dumps([rest_of_config(run), _kind_of(run)], sort_keys=True)
 
 
 def _kind_of(run: Headed) -> str:

@@ -65,8 +65,8 @@ FIGURE = Figure(
         "The time of a training from its first measured step to its last, over all runs of which "
         "each continues the one before, on rank 0 (a step that it did not live to record: on the "
         "first rank that did). Goodput is the share of the blue part: steps "
-        "whose result was kept, each counted once. Steps that a later run trained again count "
-        "in none. A restart lasts from the last step of a run to the first measured step of the "
+        "whose result was kept, each counted once. A step that a later run trained again is not "
+        "counted. A restart lasts from the last step of a run to the first measured step of the "
         "next; it contains the time in which the loss of a rank is noticed, the loading of the "
         "state and the warm-up. Other is the time between steps."
     ),

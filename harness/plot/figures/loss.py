@@ -1,21 +1,25 @@
 """Training loss of each strategy by step and by time, with the loss of held-out samples."""
 
+import json
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.plot.catalog import TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
+from harness.measure.derive.settings import BETWEEN_STEPS, rest_of_config, telling_settings
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import RunNumbers
 from harness.plot.style import (
     colour_of,
     grid_panels,
     joint_legend,
     note_failures,
-    shorten,
     time_unit,
+    wrap_label,
 )
 
 MAX_LINES = 24
@@ -25,12 +29,41 @@ DASHES = ("-", "--", ":", "-.")
 SHOWN = ("validation_loss", "accuracy")
 
 
-def _rows(case: TrainingCase) -> Rows:
+def rows(catalog: Catalog) -> Rows:
     """A row per step of a run, the first of its repeats, and one per evaluation."""
-    base = case.named | {
-        "workload": f"{case.first.model} · {case.first.dtype} · batch {case.batch or 0:g}",
-        "line": case.first.strategy + f" on {case.first.n_ranks}",
-    }
+    found = []
+    for workload, cases in _workloads(catalog.training).items():
+        names = [f"{case.first.strategy} on {case.first.n_ranks}" for case in cases]
+        for case, name in zip(cases, names, strict=True):
+            line = name
+            if names.count(name) > 1:
+                line = case.label if case.case.is_ok else f"{case.label} · {case.case.status}"
+            found += _rows(case, {"workload": workload, "line": line})
+    return found
+
+
+def _workloads(cases: Iterable[TrainingCase]) -> dict[str, list[TrainingCase]]:
+    """Cases that train the same model by the same settings, by their words."""
+    like: dict[str, dict[str, list[TrainingCase]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        words = f"{case.first.model} · {case.first.dtype} · batch {case.batch or 0:g}"
+        settings = json.dumps(_settings(case), sort_keys=True)
+        like[words][settings].append(case)
+    found: dict[str, list[TrainingCase]] = {}
+    for words, groups in like.items():
+        told = telling_settings([_settings(own[0]) for own in groups.values()])
+        for of_group, own in zip(told, groups.values(), strict=True):
+            name = " · ".join(filter(None, (words, of_group)))
+            found.setdefault(name, []).extend(own)
+    return found
+
+
+def _settings(case: TrainingCase) -> dict[str, Any]:
+    return rest_of_config(case.case.runs[0], BETWEEN_STEPS)
+
+
+def _rows(case: TrainingCase, words: dict[str, str]) -> Rows:
+    base = case.named | words
     run = next((run for run in case.case.runs if run.losses), None)
     if run is None or case.case.status == "invalid":
         return [base]
@@ -73,30 +106,32 @@ def _has(steps: pd.DataFrame, name: str) -> bool:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Two panels for each workload, by step and by time, with a line for each strategy."""
-    groups = list(table[table["step"].notna()].groupby("workload", sort=True))
+    known = table[table["step"].notna()]
+    groups = list(known.groupby("workload", sort=True))
+    # Dashes tell variants of a strategy apart, whose colours are alike.
+    dashes = {line: DASHES[n % len(DASHES)] for n, line in enumerate(known["line"].unique())}
     panels = grid_panels(canvas, 2 * len(groups), height_in=3.0)
     for at, (workload, steps) in enumerate(groups):
         by_step, by_time = panels[2 * at : 2 * at + 2]
         scale, unit = time_unit(float(steps["time_s"].max() or 0))
-        _draw(by_step, steps, "step", 1.0)
-        _draw(by_time, steps, "time_s", scale)
+        _draw(by_step, steps, "step", 1.0, dashes)
+        _draw(by_time, steps, "time_s", scale, dashes)
         by_step.set_xlabel("step")
         by_time.set_xlabel(f"time in steps ({unit})")
         for axes in (by_step, by_time):
             axes.set_ylabel("loss")
-            axes.set_title(shorten(str(workload), 60), fontsize=8.5)
+            axes.set_title(wrap_label(str(workload), 45), fontsize=8.5)
     joint_legend(canvas, panels, n_columns=3)
     note_failures(canvas, table)
 
 
-def _draw(axes: Axes, steps: pd.DataFrame, x: str, scale: float) -> None:
-    for number, (line, points) in enumerate(steps.groupby("line", sort=False)):
+def _draw(axes: Axes, steps: pd.DataFrame, x: str, scale: float, dashes: Mapping[Any, str]) -> None:
+    for line, points in steps.groupby("line", sort=False):
         colour = colour_of(str(points["strategy"].iloc[0]))
-        dashes = DASHES[number % len(DASHES)]  # because variants of a strategy have like colours
         trained = points[points["loss"].notna() & points[x].notna()].sort_values("step")
         width = max(1, math.ceil(len(trained) / MAX_POINTS))
         means = trained[[x, "loss"]].groupby(np.arange(len(trained)) // width).mean()
-        axes.plot(means[x] * scale, means["loss"], dashes, color=colour, label=str(line))
+        axes.plot(means[x] * scale, means["loss"], dashes[line], color=colour, label=str(line))
         if _has(points, "validation_loss"):
             held = points[points["validation_loss"].notna()]
             axes.plot(
@@ -116,7 +151,7 @@ FIGURE = Figure(
     ),
     better="lower, and earlier, is better",
     needs="losses of steps, which imported logs do not hold: ./entry.sh train",
-    rows=of_training(_rows),
+    rows=rows,
     measured=("loss",),
     draw=draw,
     most=MAX_LINES,

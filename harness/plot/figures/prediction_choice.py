@@ -135,12 +135,12 @@ def _verdict(row: Any) -> str:
 
 FIGURE = Figure(
     caption=(
-        "One panel per cell (model, batch, dtype and cluster), with strategies in the order of "
-        "their predicted steps. If that order is right, the filled points (measured) move right "
-        "from row to row. Regret is the extra step time of the strategy that was predicted to be "
-        "fastest, over the one that was measured to be fastest. Rank correlation is Spearman's "
-        "and needs three strategies. Repeats count as one strategy. A failed strategy has a "
-        "predicted step only, and no regret if it was the choice."
+        "One panel per cell (model, batch, dtype, cluster and other settings), with strategies in "
+        "the order of their predicted steps. If that order is right, the filled points (measured) "
+        "move right from row to row. Regret is the extra step time of the strategy that was "
+        "predicted to be fastest, over the one that was measured to be fastest. Rank correlation "
+        "is Spearman's and needs three strategies. Repeats count as one strategy. A "
+        "failed strategy has a predicted step only, and no regret if it was the choice."
     ),
     better="lower regret is better; rank correlation 1 is best",
     needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",

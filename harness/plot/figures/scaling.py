@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
+from harness.measure.derive.settings import BETWEEN_STEPS, rest_of_config, telling_settings
 from harness.measure.statistics import Summary
 from harness.plot.catalog import Catalog, RepeatGroup, TrainingCase, merged, short_kind, speed_class
 from harness.plot.figures import Axes, Canvas, Figure, Rows
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from matplotlib.transforms import BboxBase
 
 LABEL_PT = 8
+# Settings that may differ between a series and its baseline: how much is trained, and where to.
+FREE = frozenset({
+    "batch", "global_batch", "batch_per_device", "scaling", "samples_per_epoch", "source",
+    "warm_up", "seed", "load_state", "asked_strategy", "n_samples", "bucket_mib", "balance",
+    "memory",
+})  # fmt: skip
 
 
 def _first_kind(case: RepeatGroup) -> str:
@@ -62,11 +70,17 @@ def _network_words(case: RepeatGroup) -> str:
     return "" if speed is None else f"about {format_number(10**speed, 2)} Gbit/s"
 
 
+def _cores_words(case: RepeatGroup) -> str:
+    """Cores of each kind of device; empty where its name says them."""
+    cores = [f"{n:g}" for kind, n in sorted(_kinds(case)) if n and not kind.endswith(f" x {n:g}")]
+    return f"{' + '.join(cores)} core{'' if cores == ['1'] else 's'}" if cores else ""
+
+
 def _setting(case: TrainingCase) -> dict[str, str]:
     """The other properties that are equal within a series, in words."""
-    config, cores = case.case.header.config, [c for _, c in sorted(_kinds(case.case)) if c]
+    config = case.case.header.config
     return {
-        "cores": " + ".join(f"{c:g}" for c in cores) + " cores" if cores else "",
+        "cores": _cores_words(case.case),
         "network": _network_words(case.case),
         "data": str(config.get("dataset") or config.get("data") or ""),
     }
@@ -81,15 +95,35 @@ def _telling(cases: Iterable[TrainingCase]) -> list[str]:
     return [name for name, found in values.items() if len(found) > 1]
 
 
-def _series(case: TrainingCase, telling: list[str]) -> str:
-    """Name of a series, as short as is unique."""
+def _problem(case: TrainingCase) -> dict[str, Any]:
+    """The settings of a model and its training in which a series and its baseline agree."""
+    rest = rest_of_config(case.case.runs[0], BETWEEN_STEPS | FREE)
+    return {name: value for name, value in rest.items() if name not in ("data", "dataset")}
+
+
+def _series(case: TrainingCase, telling: list[str], problem: str) -> str:
+    """Name of a series, as short as is unique.
+
+    Args:
+        problem: the settings that tell it from other problems of the same model, in words.
+    """
     first, setting = case.first, _setting(case)
     words = [first.strategy, first.model, first.dtype, _device_words(case.case)]
-    words += [setting[name] for name in telling]
+    words += [*(setting[name] for name in telling), problem]
     return " · ".join(word for word in words if word) + f", by {first.unit}"
 
 
-def _training_point(case: TrainingCase, telling: list[str]) -> ScalingPoint | None:
+def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
+    telling, found = _telling(cases), []
+    for model in dict.fromkeys(case.first.model for case in cases):
+        own = [case for case in cases if case.first.model == model]
+        told = telling_settings([_problem(case) for case in own])
+        points = (_training_point(*pair, telling) for pair in zip(own, told, strict=True))
+        found += [point for point in points if point is not None]
+    return found
+
+
+def _training_point(case: TrainingCase, problem: str, telling: list[str]) -> ScalingPoint | None:
     first = case.first
     durations = [s.duration for s in case.summaries if s.duration is not None]
     if not case.case.is_ok or not durations or not first.n_samples:
@@ -97,8 +131,11 @@ def _training_point(case: TrainingCase, telling: list[str]) -> ScalingPoint | No
     time = merged(durations)
     data = _setting(case)["data"]
     return ScalingPoint(
-        family=f"{first.model} {first.dtype} {data} {first.unit} {_first_kind(case.case)}",
-        series=_series(case, telling),
+        family=json.dumps(
+            [first.model, first.dtype, data, first.unit, _first_kind(case.case), _problem(case)],
+            sort_keys=True,
+        ),
+        series=_series(case, telling, problem),
         n_devices=first.n_devices,
         work=first.n_samples,
         time_s=time.median,
@@ -153,9 +190,7 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
 
 def rows(catalog: Catalog) -> Rows:
     """A row per kind of scaling, series and number of devices; then rows that are not ok."""
-    telling = _telling(catalog.training)
-    points = [p for case in catalog.training if (p := _training_point(case, telling))]
-    points += _summa_points(catalog)
+    points = [*_training_points(catalog.training), *_summa_points(catalog)]
     results = [*scaling_table(points, "strong"), *scaling_table(points, "weak")]
     # Series that share a baseline have its row in common.
     found = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]

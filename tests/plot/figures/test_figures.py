@@ -20,13 +20,14 @@ from measured_runs import (
     write_training,
 )
 
-from harness.domain.record import Sample
+from harness.domain.record import Sample, Span
 from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.headlines import warnings
+from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
 from harness.plot.style import STRATEGIES, wrap_label
@@ -204,6 +205,56 @@ def test_losses_stand_at_the_time_of_their_steps_and_held_out_ones_at_the_end_of
     assert held_out["time_s"].tolist() == trained["time_s"].iloc[[19, 39]].tolist()
     digest = load_figure("loss").report_table(table).iloc[0]
     assert (digest["first_loss"], digest["validation_loss"], digest["n_steps"]) == (7, 2.5, 40)
+
+
+def test_runs_with_other_data_or_on_another_cluster_have_loss_lines_of_their_own(tmp_path):
+    """A line through the points of two runs would go back in time."""
+    other = {"dataset": "digits", "epochs": 2, "evaluate": False, "n_layers": None}
+    write_training(tmp_path, "a", train_config("ddp", 32), make_cluster(2), 0.1, 0.0)
+    write_training(tmp_path, "b", train_config("ddp", 32, **other), make_cluster(2), 0.1, 0.0)
+    write_training(tmp_path, "c", train_config("ddp", 32), make_cluster(2, kind="A100"), 0.1, 0.0)
+    table = table_of("loss", catalog_of(tmp_path))
+    lines = table.groupby(["workload", "line"]).size()
+    assert len(lines) == 3
+    assert set(lines) == {40}
+    workloads = {f"resnet50 · fp32 · batch 32 · dataset {name}" for name in ("synthetic", "digits")}
+    assert set(table["workload"]) == workloads
+    labels = set(table["label"])
+    assert any(label.endswith("dataset digits · epochs 2") for label in labels)
+    assert not any("None" in label or "False" in label for label in labels)
+
+
+def test_strategies_of_other_settings_are_in_cells_of_their_own(tmp_path):
+    for n, layers in enumerate((2, 2, 12)):
+        config = train_config(("ddp", "pipeline", "ddp")[n], 32, n_layers=layers)
+        write_training(tmp_path, f"r{n}", config, make_cluster(2), 0.1, 0.0)
+    write_training(tmp_path, "one", train_config("single", 32, n_layers=12), make_cluster(1))
+    found = cells(catalog_of(tmp_path).training)
+    names = {cell: sorted(case.first.strategy for case in own) for cell, own in found.items()}
+    cell = "resnet50 · batch 32 · fp32 · 2 × RTX 3070, 1 Gbit/s"
+    assert names == {
+        f"{cell} · n_layers 2": ["ddp", "pipeline"],
+        f"{cell} · n_layers 12": ["ddp", "single"],
+    }
+
+
+def test_a_model_of_another_size_is_no_baseline_of_scaling(tmp_path):
+    for n, layers in ((1, 2), (1, 12), (2, 12)):
+        config = train_config("ddp", 32, n_layers=layers, steps=20 * n)
+        write_training(tmp_path, f"{n}-{layers}", config, make_cluster(n), 0.01 * layers, 0.0)
+    table = table_of("scaling", catalog_of(tmp_path))
+    assert set(table["label"].str.contains("n_layers 12")) == {True}
+    assert table["n_devices"].tolist() == [1, 2]
+
+
+def test_the_warnings_of_a_run_stand_in_one_line(tmp_path):
+    write_training(tmp_path, "a", train_config("ddp", 32), make_cluster(2), 0.1, 0.0)
+    run_dir = tmp_path / "a"
+    writer = RecordWriter(run_dir, 0)
+    writer.write([Span(kind="step", step=k, start_s=90.0 + k, duration_s=9.0) for k in (98, 99)])
+    writer.close()
+    (line,) = warnings(catalog_of(tmp_path))["Steps are few or vary"]
+    assert "; " in line
 
 
 def test_the_words_about_steps_stand_above_all_points(catalog):
