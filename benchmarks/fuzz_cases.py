@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fuzz_values import (
@@ -43,6 +43,8 @@ from harness.plan.importing.tables import read_collectives
 from harness.plan.importing.times import read_layer_times, read_operators
 from harness.plan.layouts.degrees import parse_layout
 from harness.plan.show import show_file
+from harness.plan.validation.command import READERS as PUBLISHED
+from harness.plan.validation.command import judge
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers
 from harness.runtime.ranks.environment import read_launch
@@ -54,6 +56,7 @@ from harness.workloads.train.requests import REQUEST_FILE, read_request
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SEEDS = Path(__file__).resolve().parent / "fuzz_seeds"
+_MOST_PREDICTED = 20  # steps of a set, because a prediction takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -276,6 +279,24 @@ def _planned() -> list[bytes]:
     ]
 
 
+def _published(name: str, seed: str, place: str = "") -> Reader:
+    """The reader of a published set, of which one file is given, and predictions of its steps.
+
+    Args:
+        place: directory of the file in the set.
+    """
+
+    def read(data: bytes, folder: Path) -> None:
+        path = folder / place / seed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        if PUBLISHED[name].matches(folder):
+            published = PUBLISHED[name].read(folder)
+            judge(name, replace(published, points=published.points[:_MOST_PREDICTED]))
+
+    return Reader(_seed(seed), read)
+
+
 READERS: dict[str, Reader] = {
     "cluster": Reader(
         lambda: [small_cluster().to_json()],
@@ -356,4 +377,10 @@ READERS: dict[str, Reader] = {
     "vocabulary": Reader(_seed("vocab.txt"), _file("vocab.txt", _vocabulary)),
     "epoch_csv": Reader(_seed("epochs_2gpu.csv"), _imported("epochs_2gpu.csv")),
     "deepspeed_log": Reader(_seed("deepspeed.log"), _imported("deepspeed_2gpu.log")),
+    "torchgpipe": _published("torchgpipe", "gpipe_points.csv"),
+    "pipetransformer": _published("pipetransformer", "pipeline_rates.csv"),
+    "pollux": _published("pollux", "placements.csv", "cifar10"),
+    "vtrain": _published("vtrain", "iterations.csv"),
+    "scalable_vit_dt": _published("scalable_vit_dt", "metrics.csv", "2_GPUs/p2_b16_e2"),
+    "neusight": _published("neusight", "bert_large-train-512-16.json", "label/Tesla_T4"),
 }

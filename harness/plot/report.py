@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.domain.record import SHORTEST_S
 from harness.domain.run import RunHeader
 from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
@@ -101,7 +102,7 @@ def format_value(column: str, value: Any) -> str:
     if column.startswith("n_") or column in COUNTS:
         return f"{number:,.0f}"
     if column.endswith("_s") and not column.endswith("_per_s"):
-        return format_duration(number) if number else "0"
+        return format_duration(number) if abs(number) >= SHORTEST_S else "0"
     return format_number(number)
 
 
@@ -231,7 +232,7 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "is_ok": bool(n_ok),
         "repeats": str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}",
         "rate": format_number(row.throughput) if row.throughput else "",
-        "step": "" if row.median_s is None else format_duration(row.median_s),
+        "step": "" if row.median_s is None else _step_words(row.median_s, row.unit),
         "interval": _interval(row.interval) if n_ok else "",
         "is_range": row.interval is not None and row.interval.coverage < CONFIDENCE,
         "speedup": row.ratio,
@@ -239,6 +240,10 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "verdict": verdict,
         "detail": detail,
     }
+
+
+def _step_words(median_s: float, unit: str) -> str:
+    return format_duration(median_s) + (" an epoch" if unit == "epoch" else "")
 
 
 def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:

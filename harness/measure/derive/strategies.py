@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
 from harness.measure.derive.settings import ONE_DEVICE, configured, rest_of_config
@@ -25,6 +26,7 @@ class StrategyRow:
         n_started: repeats, including failed ones.
         failures: the status of each repeat that did not end ok.
         step_s: the median step of each repeat that ended ok; empty when none did.
+        unit: of `step_s`: `step`, or `epoch` where only epochs were logged.
         throughput: samples per second of the job, at the median of `step_s`.
         interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
@@ -42,6 +44,7 @@ class StrategyRow:
     failures: tuple[Status, ...]
     step_s: tuple[float, ...]
     throughput: float | None
+    unit: Literal["step", "epoch"] = "step"
     interval: Summary | None = None
     run_ids: tuple[str, ...] = ()
     exposed_share: float | None = None
@@ -118,6 +121,7 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         n_started=len(repeats),
         failures=tuple(summary.status for _, summary in repeats if summary.status != "ok"),
         step_s=steps,
+        unit=first.unit,
         throughput=n_samples / median(steps) if n_samples and steps else None,
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),

@@ -21,6 +21,7 @@ from harness.plan import builders
 from harness.plan.importing.times import read_operators
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
+    MOST_LAYERS,
     MeasuredStep,
     NotExpressedError,
     Published,
@@ -30,9 +31,6 @@ from harness.plan.validation.points import (
 
 # bert_large-train-512-8[-fusion].json
 _NAME = re.compile(r".+?-(?P<mode>train|inf)-[0-9]+-(?P<batch>[0-9]{1,9})(?P<note>-.+)?")
-
-
-_MOST_LAYERS = 1000
 
 
 class _Step(msgspec.Struct):
@@ -76,10 +74,10 @@ def _step(label: _Label) -> _Step:
     step = decode(
         read_file(label.path, "step", DataError), _Step, source=str(label.path), error=DataError
     )
-    if not is_positive(step.e2e_latency, MOST_S) or not 1 <= (step.num_layer or 1) <= _MOST_LAYERS:
+    if not is_positive(step.e2e_latency, MOST_S) or not 1 <= (step.num_layer or 1) <= MOST_LAYERS:
         raise DataError(
             f"{label.path} has e2e_latency {step.e2e_latency} ms and {step.num_layer} layers: both "
-            f"must be above 0, the second at most {_MOST_LAYERS}"
+            f"must be above 0, the second at most {MOST_LAYERS}"
         )
     return step
 

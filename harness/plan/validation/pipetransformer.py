@@ -15,6 +15,7 @@ from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.validation.points import (
+    MOST_DEVICES,
     MeasuredStep,
     NotExpressedError,
     Published,
@@ -55,7 +56,7 @@ class _PipelineRates:
 def _parse(row: Row) -> _PipelineRun:
     return _PipelineRun(
         batch=row.count("global_batch"),
-        length=row.count("pipe_length"),
+        length=row.count("pipe_length", 1, MOST_DEVICES),
         chunks=row.count("chunks_over_pipe_length"),
         images_per_s=row.seconds("images_per_s"),
     )

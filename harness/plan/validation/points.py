@@ -28,6 +28,9 @@ from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
+# Of one measured step: the simulator takes seconds for more.
+MOST_DEVICES, MOST_LAYERS = 1024, 1000
+
 
 def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Coefficients >= 0 whose sums of terms, a row for each value, come nearest to the values, all

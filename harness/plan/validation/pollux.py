@@ -21,6 +21,7 @@ from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
+    MOST_DEVICES,
     MeasuredStep,
     NotExpressedError,
     Published,
@@ -46,7 +47,7 @@ _MODELS: dict[str, tuple[str, tuple[tuple[float, float], ...]]] = {
     ),
 }
 _UNKNOWN = ("model of 100 MB", ((2.5, 1.0),) * 10)
-_MOST_NODES = 1024
+_MOST_NODES = 64  # the bandwidth between them is found by 30 predictions
 # Of max(0, ring / B - o t1) fitted to all points: mean of 8.9 % (ResNet18) and 6.6 % (ResNet50).
 _TRIVIAL = 0.078
 
@@ -151,8 +152,9 @@ def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
 
 def _spread(row: Row) -> tuple[int, ...]:
     """GPUs of each node, where a row gives only both numbers: as even as possible."""
-    nodes, replicas = row.count("num_nodes"), row.count("num_replicas")
-    if not nodes <= replicas or nodes > _MOST_NODES:
+    nodes = row.count("num_nodes", 1, _MOST_NODES)
+    replicas = row.count("num_replicas", 1, MOST_DEVICES)
+    if nodes > replicas:
         raise DataError(f"{row.where}: {replicas} replicas cannot use {nodes} nodes: swap them")
     each, more = divmod(replicas, nodes)
     return tuple(each + (k < more) for k in range(nodes))
@@ -162,6 +164,8 @@ def _placement(row: Row) -> tuple[int, ...]:
     text = row.text("placement")
     if not text.isascii() or not text.isdigit() or "0" in text:
         raise DataError(f"{row.where}: placement {shorten(text)}: write GPUs of each node, as 14")
+    if len(text) > _MOST_NODES:
+        raise DataError(f"{row.where}: {len(text)} nodes: {_MOST_NODES} are the most")
     return tuple(map(int, text))
 
 

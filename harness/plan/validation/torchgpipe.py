@@ -20,6 +20,7 @@ from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.validation.points import (
+    MOST_DEVICES,
     MeasuredStep,
     NotExpressedError,
     Published,
@@ -100,6 +101,8 @@ def _parse(row: Row) -> _GPipeRun:
         n_stages=max(1, len(parts)),
         samples_per_s=row.seconds("samples_per_s"),
     )
+    if run.n_stages > MOST_DEVICES:
+        raise DataError(f"{row.where}: {run.n_stages} stages: {MOST_DEVICES} are the most")
     if run.chunks > run.batch:
         raise DataError(f"{row.where}: {run.chunks} chunks of a batch of {run.batch}: swap them")
     return run

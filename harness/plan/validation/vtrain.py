@@ -26,6 +26,8 @@ from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
+    MOST_DEVICES,
+    MOST_LAYERS,
     MeasuredStep,
     NotExpressedError,
     Published,
@@ -37,8 +39,9 @@ from harness.plan.validation.points import (
 
 _GPUS, _TIME = "# GPUs", "iteration time (ms)"
 _DEGREES = ("tensor parallelism", "data parallelism", "pipeline parallelism")
-_COUNTS = ("global batch", "micro batch", "hidden size", "attention heads", "# layers")
-_COLUMNS = (_GPUS, *_COUNTS, "sequence length", *_DEGREES, _TIME)
+_COUNTS = ("global batch", "micro batch", "hidden size", "attention heads")
+_LAYERS = "# layers"
+_COLUMNS = (_GPUS, *_COUNTS, _LAYERS, "sequence length", *_DEGREES, _TIME)
 
 # Megatron-LM's padded vocabulary of GPT-2, and FP16 weights and gradients.
 _VOCABULARY, _BYTES = 51200, 2
@@ -253,18 +256,18 @@ def _rows(run: _VTrainRun, times: _Times) -> list[LayerTime]:
 def _parse(row: Row) -> _VTrainRun:
     tp, dp, pp = (row.count(name) for name in _DEGREES)
     layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
-    if layout.n_devices != row.count(_GPUS):
+    if layout.n_devices != row.count(_GPUS, 1, MOST_DEVICES):
         raise DataError(
             f"{row.where}: {layout.name} needs {layout.n_devices} devices, the row has "
             f"{row.count(_GPUS)}"
         )
-    batch, microbatch, hidden, heads, n_layers = (row.count(name) for name in _COUNTS)
+    batch, microbatch, hidden, heads = (row.count(name) for name in _COUNTS)
     return _VTrainRun(
         batch=batch,
         microbatch=microbatch,
         hidden=hidden,
         heads=heads,
-        n_layers=n_layers,
+        n_layers=row.count(_LAYERS, 1, MOST_LAYERS),
         sequence=row.count("sequence length"),
         layout=layout,
         measured_s=row.seconds(_TIME) / 1e3,

@@ -61,13 +61,13 @@ def _device_words(case: RepeatGroup) -> str:
 
 
 def _network_words(case: RepeatGroup) -> str:
-    """The network between the devices; empty for one device or if it is unknown."""
+    """The network between the devices; empty for one device."""
     if case.n_devices == 1:
         return ""
     if len(case.header.cluster.nodes) == 1:
         return "one node"
     speed = speed_class(case.runs[0].network_bytes_per_s)
-    return "" if speed is None else f"about {format_number(10**speed, 2)} Gbit/s"
+    return "unknown network" if speed is None else f"about {format_number(10**speed, 2)} Gbit/s"
 
 
 def _cores_words(case: RepeatGroup) -> str:

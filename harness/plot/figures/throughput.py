@@ -80,7 +80,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 FIGURE = Figure(
     caption=(
-        "Samples per second of the whole job: global batch / median step time. The bar is the "
+        "Samples per second of the whole job: global batch / median step time (of logs of epochs: "
+        "samples of an epoch / its time). The bar is the "
         "median over repeats, or over the steps of a single run. "
         f"{spread_caption('Whiskers')} A red cross marks a run without a result."
     ),
