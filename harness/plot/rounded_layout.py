@@ -20,7 +20,9 @@ class RoundedLayout(ConstrainedLayoutEngine):
         _round_parts(fig)
         for axes in fig.axes:
             place = axes.get_position(original=True)
+            is_placed = axes.get_in_layout()
             axes.set_position(_rounded(place), which="original")
+            axes.set_in_layout(is_placed)  # which a position ends
 
 
 def _round_parts(parent: Figure | SubFigure) -> None:

@@ -250,17 +250,17 @@ def draw_bar_panels(
     groups: Iterable[tuple[Any, pd.DataFrame]],
     draw: Callable[[Axes, str, pd.DataFrame], None],
     *,
-    bars: str = "",
+    bars: Sequence[str] = (),
     row_in: float = 0.42,
     extra_in: float = 1.1,
 ) -> list[Axes]:
     """Draw each group of a table's rows into a panel of its own, as tall as its bars need.
 
     Args:
-        bars: column with a bar for each of its values; empty for a bar for each row.
+        bars: columns with a bar for each of their values; empty for a bar for each row.
     """
     named = list(groups)
-    sizes = [rows[bars].nunique() if bars else len(rows) for _, rows in named]
+    sizes = [rows.groupby(list(bars)).ngroups if bars else len(rows) for _, rows in named]
     heights = [max(1, n) * row_in + extra_in for n in sizes]
     canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
     panels = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)[:, 0]

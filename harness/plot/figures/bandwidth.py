@@ -123,9 +123,9 @@ FIGURE = Figure(
         "Bus bandwidth of each operation, one way (1 GB/s is 1e9 bytes per second): bytes / "
         "median time of the slowest rank, scaled by the factor of nccl-tests, so that a perfect "
         "ring reaches the speed of the link for any number of ranks. Dashed: the limit of the "
-        "slowest NIC. Dotted: the best bandwidth measured "
-        "between two nodes over this transport. Latency limits small "
-        f"messages. {spread_caption('Shades')}"
+        "slowest NIC. Dotted: the best bandwidth measured between two nodes (on one node: two "
+        "ranks) over this transport, in any repeat. Latency limits small messages. "
+        f"{spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",
     needs="a links run of two or more ranks: ./entry.sh links",

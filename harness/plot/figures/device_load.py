@@ -1,5 +1,9 @@
 """Utilisation, temperature, memory and power of every device over the time of a run."""
 
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+
 import pandas as pd
 
 from harness.plot.catalog import Catalog
@@ -19,20 +23,24 @@ def rows(catalog: Catalog) -> Rows:
     """A row per reading; times are each rank's own, from its start."""
     trained = [(run, case.whole_label) for case in catalog.training for run in case.case.runs]
     known = {id(run) for run, _ in trained}
+    # A number of a launch may be that of another launch, or of a run that failed, too.
+    numbers: dict[str, Iterator[int]] = defaultdict(count)
     others = [
         (run, f"{run.header.workload} · {run.header.run_id}")
         for run in catalog.runs
         if id(run) not in known
     ]
+    ok_first = sorted(trained, key=lambda pair: pair[0].header.status != "ok")
+    numbered = [(run, label, next(numbers[label])) for run, label in [*ok_first, *others]]
     return [
         {
             "label": label,
-            "repeat": run.header.repeat,
+            "repeat": repeat,
             "status": run.header.status,
             "reason": run.header.reason,
         }
         | reading._asdict()
-        for run, label in [*trained, *others]
+        for run, label, repeat in numbered
         for reading in run.readings
     ]
 

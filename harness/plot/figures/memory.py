@@ -65,17 +65,16 @@ def _rows(case: TrainingCase) -> Rows:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Grouped horizontal bars, a panel for each model."""
     groups = table.groupby("model", sort=True)
-    panels = draw_bar_panels(canvas, groups, _draw_model, bars="label", row_in=0.5)
+    panels = draw_bar_panels(canvas, groups, _draw_model, bars=("label", "status"), row_in=0.5)
     joint_legend(canvas, panels, n_columns=3)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
-    labels = list(dict.fromkeys(rows["label"]))
+    cases = list(rows.groupby(["label", "status"], sort=False))
     kinds = [kind for kind in KINDS if (rows["kind"] == kind).any()]
     height = 0.76 / max(1, len(kinds))
     widest = float(rows["peak_bytes"].max()) / GIB
-    for y, label in enumerate(labels):
-        of_case = rows[rows["label"] == label]
+    for y, (_, of_case) in enumerate(cases):
         if of_case["peak_bytes"].isna().all():
             mark_failed(axes, y, of_case["status"].iloc[0], of_case["reason"].iloc[0])
         for i, kind in enumerate(kinds):
@@ -88,7 +87,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         limit = of_case["device_bytes"].min()
         if not pd.isna(limit):
             _draw_limit(axes, y, limit / GIB, widest)
-    label_bars(axes, labels)
+    label_bars(axes, [str(label) for (label, _), _ in cases])
     axes.set_xlim(left=0)
     axes.set_xlabel("GiB, on the rank with the highest peak")
 
@@ -117,5 +116,5 @@ FIGURE = Figure(
     rows=of_training(_rows),
     measured=("peak_bytes",),
     draw=draw,
-    unit=("model", "label"),
+    unit=("model", "label", "status"),
 )

@@ -49,7 +49,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Two bars for each rank, a panel for each cluster."""
     timed = table[table["traffic_bytes_per_s"].notna()]
     groups = timed.groupby("label", sort=False)
-    panels = draw_bar_panels(canvas, groups, _draw_cluster, bars="rank")
+    panels = draw_bar_panels(canvas, groups, _draw_cluster, bars=("rank",))
     joint_legend(canvas, panels, n_columns=2)
     note_failures(canvas, table)
 

@@ -60,7 +60,7 @@ def _rank_rows(known: list[PipelineSummary]) -> Rows:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A bar for each pipeline, a dot for each rank, a mark where the bubble was predicted."""
     groups = table[table["bubble"].notna()].groupby("model", sort=True)
-    panels = draw_bar_panels(canvas, groups, _draw_model, bars="label", row_in=0.56)
+    panels = draw_bar_panels(canvas, groups, _draw_model, bars=("label",), row_in=0.56)
     joint_legend(canvas, panels, n_columns=3)
     note_failures(canvas, table)
 

@@ -72,13 +72,14 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     plain_log_axis(axes, "y")
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
-    _name_misses(axes, known, scale)
     axes.set_aspect("equal", adjustable="box")
     axes.set_xlabel(f"measured step ({unit})")
     axes.set_ylabel(f"predicted step ({unit})")
     axes.set_title(_headline(known))
     _draw_legend(axes, known)
     note_failures(canvas, table)
+    canvas.draw_without_rendering()  # names clear each other where the layout has put them
+    _name_misses(axes, known, scale)
 
 
 def _limits(known: pd.DataFrame, scale: float) -> tuple[float, float]:

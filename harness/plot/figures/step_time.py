@@ -7,7 +7,15 @@ import pandas as pd
 from harness.measure.statistics import summarize
 from harness.plot.catalog import TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
-from harness.plot.style import FAILED, LIMIT, colour_of, grid_panels, note_failures, wrap_label
+from harness.plot.style import (
+    FAILED,
+    LIMIT,
+    colour_of,
+    grid_panels,
+    note_failures,
+    status_words,
+    wrap_label,
+)
 from harness.units import format_number
 
 MAX_PANELS = 24
@@ -58,11 +66,12 @@ def _median_s(steps: pd.DataFrame) -> float:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A panel for each case; repeats in ever lighter tones of its colour."""
     timed = table[table["duration_s"].notna()]
-    groups = list(timed.groupby("label", sort=False))
-    for axes, (label, steps) in zip(
+    groups = list(timed.groupby(["label", "status"], sort=False))
+    for axes, ((label, status), steps) in zip(
         grid_panels(canvas, len(groups), height_in=2.7), groups, strict=True
     ):
-        _draw_case(axes, str(label), steps)
+        words = str(label) if status == "ok" else f"{label} · {status_words(str(status))}"
+        _draw_case(axes, words, steps)
     note_failures(canvas, table)
 
 
@@ -114,6 +123,7 @@ FIGURE = Figure(
     rows=of_training(_rows),
     measured=("duration_s",),
     draw=draw,
+    unit=("label", "status"),
     most=MAX_PANELS,
     digest=digest,
 )

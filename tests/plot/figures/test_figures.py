@@ -2,12 +2,14 @@
 
 import re
 
+import made_runs
 import msgspec
 import pandas as pd
 import pytest
-from made_runs import local_header
+from made_runs import cluster_of, local_header
 from matplotlib.figure import Figure as Canvas
 from measured_runs import (
+    GPU,
     catalog_of,
     links_records,
     make_cluster,
@@ -21,6 +23,7 @@ from measured_runs import (
 )
 
 from harness.domain.record import Sample, Span
+from harness.measure.derive.strategies import StrategyRow
 from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
@@ -29,7 +32,7 @@ from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.headlines import warnings
 from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
-from harness.plot.report import format_value, header_of, present
+from harness.plot.report import _strategy_row, format_value, header_of, present
 from harness.plot.style import STRATEGIES, wrap_label
 
 
@@ -224,6 +227,35 @@ def test_runs_with_other_data_or_on_another_cluster_have_loss_lines_of_their_own
     assert not any("None" in label or "False" in label for label in labels)
 
 
+def test_a_failed_run_is_drawn_beside_the_run_of_its_case_that_is_ok(tmp_path):
+    config = train_config("ddp", 32)
+    for name, status in (("a", "ok"), ("b", "timeout"), ("c", "ok")):
+        path = write_training(tmp_path, name, config, make_cluster(2), 0.1, 0.0, status=status)
+        writer = RecordWriter(path, 0)
+        load = {"metric": "device_utilization_percent", "labels": {"device": "0"}}
+        writer.write([Sample(value=ord(name), time_s=1e6, **load)])
+        writer.close()
+    catalog = catalog_of(tmp_path)
+    canvas = Canvas()
+    load_figure("step_time").draw(table_of("step_time", catalog), canvas)
+    lines = [len(axes.lines) for axes in canvas.axes if axes.lines]
+    assert lines == [4, 3]  # each of two repeats, then the failed run, with median and outliers
+    assert canvas.axes[1].get_title().endswith("timed out")
+    canvas = Canvas()
+    load_figure("memory").draw(table_of("memory", catalog), canvas)
+    assert [text.get_text() for text in canvas.axes[0].texts if "✕" in text.get_text()]
+    table = table_of("device_load", catalog)
+    readings = table[table["time_s"] == 1e6].set_index("repeat")["value"]
+    assert readings.to_dict() == {0: ord("a"), 1: ord("c"), 2: ord("b")}
+
+
+def test_an_epoch_is_not_shown_as_a_step():
+    row = StrategyRow(workload="m", name="s", n_ranks=1, n_started=1, failures=(), step_s=(90.0,),
+                      throughput=1.0, unit="epoch")  # fmt: skip
+    assert _strategy_row(row, "", "")["step"] == "90 s an epoch"
+    assert format_value("other_s", 1e-17) == "0"
+
+
 def test_strategies_of_other_settings_are_in_cells_of_their_own(tmp_path):
     for n, layers in enumerate((2, 2, 12)):
         config = train_config(("ddp", "pipeline", "ddp")[n], 32, n_layers=layers)
@@ -245,6 +277,17 @@ def test_a_model_of_another_size_is_no_baseline_of_scaling(tmp_path):
     table = table_of("scaling", catalog_of(tmp_path))
     assert set(table["label"].str.contains("n_layers 12")) == {True}
     assert table["n_devices"].tolist() == [1, 2]
+
+
+def test_two_devices_of_one_node_are_no_point_of_a_series_over_an_unknown_network(tmp_path):
+    for hosts in (["a", "b"], ["a", "a"], ["a", "b", "c"]):
+        config, cluster = train_config("ddp", 32), cluster_of(hosts, kind=GPU)
+        header = make_header("train", config, cluster, run_id="".join(hosts))
+        ranks = made_runs.header_of(hosts, cluster=cluster, info={"n_cores": 8}).ranks
+        header = msgspec.structs.replace(header, ranks=ranks)
+        write_run(tmp_path, header, training_records(len(hosts), 32, 0.1, 0.0))
+    labels = set(table_of("scaling", catalog_of(tmp_path))["label"])
+    assert labels == {"ddp · resnet50 · fp32 · RTX 3070 · unknown network, by step"}
 
 
 def test_the_warnings_of_a_run_stand_in_one_line(tmp_path):
@@ -501,6 +544,21 @@ def test_names_of_neighbouring_points_do_not_cover_each_other():
     _name_misses(axes, known.assign(label=known["strategy"], model="net", predicted_s=0.07), 1.0)
     places = [note.get_window_extent() for note in axes.texts]
     assert [place.count_overlaps(places) for place in places] == [1, 1, 1]  # each its own
+
+
+def test_names_of_misses_clear_each_other_where_the_layout_has_put_them():
+    """Beside a wide legend, at the bottom of a figure whose panel is a square."""
+    points = [("searched", 15.0, 5.4), ("single", 38.0, 5.4), ("pipeline", 76.0, 5.5),
+              ("pipeline-gpipe", 200.0, 5.5), ("ddp", 61.0, 4.3)]  # fmt: skip
+    table = pd.DataFrame(points, columns=["strategy", "measured_s", "predicted_s"])
+    table["error"] = table["predicted_s"] / table["measured_s"] - 1
+    table["low_s"], table["high_s"] = table["measured_s"] / 2, table["measured_s"] * 1.3
+    canvas = Canvas(layout="constrained")
+    same = {"model": "lenet", "label": table["strategy"], "status": "ok", "reason": ""}
+    load_figure("prediction").draw(table.assign(**same), canvas)
+    canvas.draw_without_rendering()
+    places = [note.get_window_extent() for note in canvas.axes[0].texts]
+    assert [place.count_overlaps(places) for place in places] == [1] * 5
 
 
 def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
