@@ -45,10 +45,10 @@ from harness.runtime.faithfulness.comparison import evaluates_alike, hold_alike
 from harness.runtime.models.factory import task_of_program
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.ranks.gather import (
-    barrier,
     broadcast_result,
     gather_numbers,
     raise_on_all_ranks,
+    wait_to_close,
 )
 from harness.runtime.ranks.world import World
 
@@ -241,7 +241,7 @@ class Trainer:
         Raises:
             DataError: samples do not fit the model, are fewer than a batch, or differ in number
                 between ranks.
-            ConfigError: the Trainer is closed.
+            ConfigError: the Trainer is closed, or `epoch` is no number.
         """
         own, batch = self._opened("batches", data), self.strategy.batch
         samples = tuple(self._engine.samples)
@@ -249,10 +249,10 @@ class Trainer:
             n_samples=len(own), shares=(batch,), positions=(samples,),
             is_shuffled=shuffle, seed=self._seed,
         )  # fmt: skip
-        first = epoch * plan.n_steps_per_epoch
-        steps = range(first, first + plan.n_steps_per_epoch)
-        device = self._world.device
-        found = load_batches(own, plan, 0, n_workers=n_workers, device=device, first_step=first)
+        steps, device = plan.steps_of(epoch), self._world.device
+        found = load_batches(
+            own, plan, 0, n_workers=n_workers, device=device, first_step=steps.start
+        )
         for step, one in zip(steps, found, strict=False):
             counts = own.count_targets(plan.global_indices(step))
             share = Share(
@@ -371,9 +371,10 @@ class Trainer:
         raise_on_all_ranks(lambda: self._load(path, groups), self._world)
 
     def close(self) -> None:
-        """Destroy the process groups that it has made, after the last step of all ranks."""
+        """Destroy the process groups that it has made, after the last step of all ranks; raises
+        PeerError if one ended elsewhere."""
         if self._open_engine is not None:
-            barrier()
+            wait_to_close(self._world, self._held.random.step)
             self._open_engine.close()
             self._open_engine = None
 

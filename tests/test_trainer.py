@@ -117,14 +117,17 @@ def test_replicas_are_averaged_evaluated_and_resumed(tmp_path):
     context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
     strategy = ddp(graph(), cluster, BATCH)
     start_and_join(context, train_averaged, N_RANKS, str(tmp_path), strategy)
-    (wanted, wanted_evaluation), _ = torch.load(tmp_path / "result0")
+    ((wanted, wanted_evaluation), _), _ = torch.load(tmp_path / "result0")
     model, _ = make_model()
     model.load_state_dict(wanted)
     assert wanted_evaluation == pytest.approx(loss_of(model, make_data()).item(), rel=1e-7)
     for rank in range(N_RANKS):
-        for state, evaluation in torch.load(tmp_path / f"result{rank}"):
+        found, left_early = torch.load(tmp_path / f"result{rank}")
+        for state, evaluation in found:
             assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
             assert evaluation == wanted_evaluation
+        said = "has trained 1 steps and waited" if rank == 1 else "over ranks [0, 1, 2] failed"
+        assert said in left_early
 
 
 def test_a_program_without_a_process_group_is_refused():
@@ -221,6 +224,9 @@ def leave_out(named):
         ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
         ({"model": lambda: None, "example": None}, ModelError, "the model is a NoneType, not an"),
         ({"model": "own:net"}, ModelError, "the model is a str, not an nn.Module"),
+        ({"device": "meta"}, ConfigError, "device is meta, and this host has .* GPUs: give cpu"),
+        ({"device": "gpu"}, ConfigError, "device is gpu, and this host has .* GPUs: give cpu"),
+        ({"epoch": "1"}, ConfigError, "epoch is '1': give a number, 0 for the first"),
         ({"ema_decay": 1.5}, ConfigError, "ema_decay is 1.5: give one between"),
         ({"max_grad_norm": -1.0}, ConfigError, "max_grad_norm is -1.0: give one above 0"),
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
@@ -239,11 +245,11 @@ def leave_out(named):
 def test_what_does_not_fit_is_refused(changes, error, message):
     model, example = make_model()
     given = {"model": model, "example": example, "optimizer": make_optimizer} | changes
-    data = given.pop("data", make_data())
+    data, epoch = given.pop("data", make_data()), given.pop("epoch", 0)
     strategy = given.get("strategy", lambda found: single(found, BATCH))
     given["strategy"] = strategy(graph()) if callable(strategy) else strategy
     with pytest.raises(error, match=message):
-        next(Trainer(**given).batches(data))
+        next(Trainer(**given).batches(data, epoch=epoch))
 
 
 class Remembering(torch.optim.SGD):

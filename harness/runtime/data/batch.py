@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from harness.runtime.models.task import IGNORED
 
 
@@ -134,6 +135,16 @@ class BatchPlan:
     def n_steps_per_epoch(self) -> int:
         whole, rest = divmod(self.n_samples, self.global_batch)
         return whole + (rest > 0 and self.positions is None)
+
+    def steps_of(self, epoch: int) -> range:
+        """The steps of an epoch.
+
+        Raises:
+            ConfigError: it is no number from 0 on.
+        """
+        if not isinstance(epoch, Integral) or epoch < 0:
+            raise ConfigError(f"epoch is {epoch!r}: give a number, 0 for the first")
+        return range(epoch * self.n_steps_per_epoch, (epoch + 1) * self.n_steps_per_epoch)
 
     @property
     def n_dropped(self) -> int:

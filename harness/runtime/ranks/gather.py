@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import errors
 from harness.errors import HarnessError
 from harness.measure.recorder import HostClock
+from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
 
 T = TypeVar("T")
@@ -169,6 +170,18 @@ def wait_for_all(world: World) -> None:
     group = dist.new_group(backend="gloo", timeout=_BARRIER_TIMEOUT)
     dist.barrier(group)
     dist.destroy_process_group(group)
+
+
+def wait_to_close(world: World, n_steps: int) -> None:
+    """A barrier after the last step of a program; all ranks must call it.
+
+    Raises:
+        PeerError: another rank ended without it, such as one that waited in a further step.
+    """
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    failure = f"rank {world.rank} has trained {n_steps} steps and waited for others to do so"
+    with blaming_peers(failure, others):
+        barrier()
 
 
 _N_ROUND_TRIPS = 12

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.record import has_details, is_detail
-from harness.errors import LaunchError
+from harness.errors import ConfigError, LaunchError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
 from harness.units import format_duration
@@ -64,6 +64,7 @@ class World:
 
         Raises:
             LaunchError: it has joined none.
+            ConfigError: there is no such device.
         """
         if not dist.is_initialized():
             raise LaunchError(
@@ -71,7 +72,7 @@ class World:
                 "first, and start it by torchrun"
             )
         has_nccl = "cuda:nccl" in dist.get_backend_config() and torch.cuda.is_available()
-        found = torch.device(device or ("cuda" if has_nccl else "cpu"))
+        found = _device(device or ("cuda" if has_nccl else "cpu"))
         if found.type == "cuda":  # under gloo too, for events and streams
             torch.cuda.set_device(torch.cuda.current_device() if found.index is None else found)
             found = torch.device("cuda", torch.cuda.current_device())
@@ -96,6 +97,18 @@ class World:
     def is_first(self) -> bool:
         """Whether this rank logs, reports and writes the header."""
         return self.rank == 0
+
+
+def _device(given: torch.device | str) -> torch.device:
+    """A GPU of this host, or its processor."""
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    n_gpus = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type != "cpu" and (found.index or 0) >= n_gpus:
+        raise ConfigError(f"device is {given}, and this host has {n_gpus} GPUs: give cpu or cuda:N")
+    return found
 
 
 class Progress:

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from harness.domain.strategy import Strategy
-from harness.errors import DataError, HarnessError
+from harness.errors import DataError, HarnessError, StrategyError
+from harness.inputs import read_file
 from harness.measure.store import write_atomically
 from harness.runtime.ranks.gather import (
+    broadcast_result,
     gather_numbers,
     maximum_over_ranks,
     raise_on_all_ranks,
@@ -33,6 +35,7 @@ from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.train.cache import Start, TrainingCache
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.keeper import first_strategy
 from harness.workloads.train.next_plan import NextPlanner, PairBytes
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
@@ -64,6 +67,7 @@ class StrategyChanges:
             context=context,
             planner=self._planner,
             training=training,
+            start=self._start(planned),
             current=self._current,
             cache=TrainingCache(case, context, training) if case.cache != "off" else None,
         )
@@ -73,6 +77,20 @@ class StrategyChanges:
         self._building: Future[_Built] | None = None
         self._next: Due | None = None
         self._waiting: dict[int, Due] = {}  # by policy
+
+    def _start(self, planned: Planned) -> Planned:
+        """The plan with which training began, on all ranks."""
+
+        def read() -> Planned | None:
+            path = first_strategy(self._case, self._context.run_dir)
+            if path is None:
+                return None
+            data = read_file(path, "strategy file", StrategyError)
+            return self._planner.planned(Strategy.from_json(data, source=str(path)))
+
+        if not self._case.continues or self._case.shrink == "none":  # which alone goes back to it
+            return planned
+        return broadcast_result(read, Planned | None, self._context.world) or planned
 
     def before_step(self, step: int, training: Training) -> Training:
         """Carry out all changes that are due; returns the training that goes on.

@@ -247,9 +247,9 @@ def _check_compiled(case: TrainCase) -> None:
             f"--compile is for the engines torch and executor, {case.strategy} is trained by "
             "deepspeed: drop it"
         )
-    if case.compile and (case.is_asynchronous or case.is_elastic):
-        kind = "asynchronous" if case.is_asynchronous else "elastic"
-        raise ConfigError(f"{kind} training has no --compile: drop one of them")
+    others = ["asynchronous"] if case.is_asynchronous else case.elastic_flags
+    if case.compile and others:
+        raise ConfigError(f"{flag(others[0])} has no --compile: drop one of them")
 
 
 def _check_changes(config: TrainConfig) -> None:
@@ -280,6 +280,11 @@ def _check_changes(config: TrainConfig) -> None:
             "use --strategy pipeline, or --shrink search"
         )
     last, n_steps = 0, config.steps or TrainCase.steps
+    if config.epochs is None and (config.freeze_interval or 0) >= n_steps:
+        raise ConfigError(
+            f"--freeze-interval {config.freeze_interval} freezes layers after as many steps, the "
+            f"run has --steps {n_steps}: lower it, or train more steps"
+        )
     for text in config.change:
         step, _ = parse_change(text)
         if step <= last or (config.epochs is None and step >= n_steps):

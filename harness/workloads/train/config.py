@@ -256,9 +256,14 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
         return [name for name in _OF_EXECUTOR if self.is_set(name)]
 
     @property
+    def elastic_flags(self) -> list[str]:
+        """Names of the flags that are set by which the strategy may change between steps, or go on
+        without a lost rank."""
+        return list(filter(self.is_set, _ELASTIC))
+
+    @property
     def is_elastic(self) -> bool:
-        """Whether the strategy may change between steps, or go on without a lost rank."""
-        return any(map(self.is_set, _ELASTIC))
+        return bool(self.elastic_flags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PeerError, ResultsError, StrategyError
@@ -228,15 +229,33 @@ def _last_change(
     case: TrainCase, runs: Sequence[tuple[Path, RunHeader]], last: int
 ) -> tuple[int, str]:
     """Step and file of the last change of as many ranks' strategy, up to a step; 0 if none."""
-    asked = config_json(case)
     found = {
         find_int(path.stem.partition("-")[2]): str(path)
-        for run_dir, header in reversed(runs)
-        if len(header.ranks) == case.n_ranks
-        and not differing(asked, header.config) & STRATEGY_FLAGS
+        for run_dir in reversed(_alike(case, runs))
         for path in run_dir.glob("strategy-*.json")
     }
     return max(((n, path) for n, path in found.items() if n and n <= last), default=(0, ""))
+
+
+def _alike(case: TrainCase, runs: Iterable[tuple[Path, RunHeader]]) -> list[Path]:
+    """The runs of as many ranks that were asked for the same strategy."""
+    asked = config_json(case)
+    return [
+        run_dir
+        for run_dir, header in runs
+        if len(header.ranks) == case.n_ranks
+        and not differing(asked, header.config) & STRATEGY_FLAGS
+    ]
+
+
+def first_strategy(case: TrainCase, run_dir: Path) -> Path | None:
+    """File of the strategy with which a training began on as many ranks; None if this run began it.
+
+    Args:
+        run_dir: of the run that trains now.
+    """
+    path = _alike(case, _with_continued(run_dir))[-1] / STRATEGY_FILE
+    return path if path.parent != run_dir and path.exists() else None
 
 
 def _to_come(case: TrainCase, after: int) -> Iterator[str]:

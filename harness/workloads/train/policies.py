@@ -130,7 +130,7 @@ class FreezingPolicy(Policy):
             )
         self._steps = case.freeze_interval or inputs.training.plan.n_steps_per_epoch
         # A strategy that was planned for fewer trained layers may lack memory for all.
-        self._start = inputs.current.planned if case.shrink != "none" else None
+        self._start = inputs.start if case.shrink != "none" else None
         self._norms: LayerNorms | None = None
         self._missed: list[Due] = []
         self._begin(0)

@@ -82,6 +82,7 @@ class PolicyInputs:
     Attributes:
         planner: used on rank 0 only.
         training: before the first step.
+        start: the plan with which training began, in an earlier run if this one continues it.
         cache: None with --cache off.
     """
 
@@ -89,5 +90,6 @@ class PolicyInputs:
     context: Context
     planner: NextPlanner
     training: Training
+    start: Planned
     current: Current
     cache: TrainingCache | None

@@ -22,7 +22,7 @@ import msgspec
 
 from harness.domain.record import Record, Span
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError
+from harness.errors import HarnessError, StrategyError
 from harness.measure.derive.spans import COMPUTE_KINDS
 from harness.plan.again import FoundAgain, SearchAgain, is_worth
 from harness.plan.autopipe import AutoPipe
@@ -240,13 +240,20 @@ class ShrinkPolicy(Policy):
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        case, start = inputs.case, inputs.current.planned.strategy
+        case, start = inputs.case, inputs.start.strategy
         self._inputs, self._search = inputs, BesideSearch()
         self._rule: AutoPipe | None = None
         if inputs.context.world.is_first and case.shrink == "search":
             self._search.warm_up()
+        self._is_off = False
         if case.shrink == "pipetransformer":
-            self._rule = AutoPipe(start, replicates=case.replicate)
+            try:
+                self._rule = AutoPipe(start, replicates=case.replicate)
+            except StrategyError as error:
+                if not case.continues:
+                    raise
+                self._is_off = True  # the ranks that are left have another strategy
+                _log.warning("the frozen model is not planned again: %s", error)
         # Most devices that share an operator's samples, or have copies of it.
         most = max(len(set(plan.devices)) for plan in start.operators.values())
         self._most_replicas = None if case.replicate else most
@@ -257,6 +264,8 @@ class ShrinkPolicy(Policy):
 
     def due(self, step: int) -> Due | None:
         world, n_frozen = self._inputs.context.world, self._inputs.current.n_frozen
+        if self._is_off:
+            return None
         if n_frozen != self._planned_for:
             self._planned_for, self._is_waiting = n_frozen, True
             self._is_cancelled.set()

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from made_graphs import layers, small_cluster
 from safetensors.torch import save_file
 
 from harness.domain.freezing import FreezableLayer
-from harness.errors import ConfigError
+from harness.errors import ConfigError, StrategyError
+from harness.plan.builders import ddp
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.executor.gradients.update import LayerNorms
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
+from harness.workloads.train.replanning import ShrinkPolicy
 
 LAYERS = [FreezableLayer((), frozenset(), frozenset({f"layers.{k}.weight"})) for k in range(4)]
 CASE = TrainCase(
@@ -50,8 +53,7 @@ class Run:
             elastic=elastic, n_steps=case.steps, rates=rates,
             plan=SimpleNamespace(n_steps_per_epoch=5),
         )  # fmt: skip
-        current = SimpleNamespace(planned="start")
-        policy = FreezingPolicy(SimpleNamespace(case=case, training=training, current=current))
+        policy = FreezingPolicy(SimpleNamespace(case=case, training=training, start="start"))
         self.changes, self.saved = [], {}
         for step in range(case.first_step, case.steps):
             n_frozen = [0, *(n for at, n in self.changes if at < step)][-1]
@@ -124,3 +126,19 @@ def test_the_gradient_rule_goes_on_as_in_the_whole_run(tmp_path, interval):
 def test_a_run_that_ends_before_its_first_interval_is_refused():
     with pytest.raises(ConfigError, match="each interval of 10 steps, the run has 10: lower"):
         changes_of(CASE, steps=10)
+
+
+@pytest.mark.parametrize("continues", ["", "RUN"])
+def test_ranks_that_are_left_without_a_pipeline_train_on_without_its_rule(continues, caplog):
+    strategy = ddp(layers()[0], small_cluster(2), 8)
+    inputs = SimpleNamespace(
+        case=replace(CASE, shrink="pipetransformer", continues=continues),
+        start=SimpleNamespace(strategy=strategy), current=SimpleNamespace(n_frozen=1),
+        context=SimpleNamespace(world=SimpleNamespace(is_first=True)),
+    )  # fmt: skip
+    if not continues:
+        with pytest.raises(StrategyError, match="two stages or more"):
+            ShrinkPolicy(inputs)
+        return
+    assert ShrinkPolicy(inputs).due(1) is None
+    assert "not planned again: PipeTransformer's rule needs" in caplog.text

@@ -110,6 +110,14 @@ def runs(tmp_path, monkeypatch):
     return save
 
 
+def test_the_first_strategy_is_that_of_as_many_ranks_before_any_change(runs, tmp_path):
+    third = write_run(tmp_path, "c", 3, continues="b", asked_strategy="pipeline")
+    for run in (runs.first, runs.second, third):
+        (run / "strategy.json").touch()
+    assert keeper.first_strategy(CASE, third) == runs.first / "strategy.json"
+    assert keeper.first_strategy(replace(CASE, n_ranks=2), runs.second) is None
+
+
 def test_a_lost_rank_stays_out_for_rejoin_steps_or_until_others_return(runs):
     runs("a", 5)
     found = find_continuation(CASE, runs.first, [1])
