@@ -33,6 +33,7 @@ from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
+from harness.workloads.train.checks import check_case
 from harness.workloads.train.config import STRATEGIES, TrainCase, is_file, parse_change
 
 if TYPE_CHECKING:
@@ -221,8 +222,14 @@ def _without(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> str:
     ahead = plan_without(run_dir, lost[0])
     if len(lost) == 1 and ahead.exists():
         return str(ahead)
-    is_built = case.strategy in STRATEGIES["executor"] and case.strategy != "searched"
-    return "" if is_built else "ddp"
+    if case.strategy not in STRATEGIES["executor"] or case.strategy == "searched":
+        return "ddp"
+    try:
+        n_left = case.n_ranks - len(lost)
+        check_case(replace(case, n_ranks=n_left, shard_state=TrainCase.shard_state))
+    except HarnessError:  # fewer ranks than --stages, say
+        return "ddp"
+    return ""
 
 
 def _last_change(

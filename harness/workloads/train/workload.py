@@ -74,11 +74,14 @@ class TrainLoop:
     def measure(self, n_steps: int) -> None:
         """Warm up, then train the recorded steps until `n_steps`."""
         self._n_steps = n_steps
-        self._begin_epoch()
         if 0 < self._first < n_steps and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
+        epoch, last = divmod(self._first, self.training.plan.n_steps_per_epoch)
+        if epoch and last == 0:  # in which the run before may have lost its rank
+            self._evaluate(epoch)
         if self._first:  # no step warms up, and the first shall not hold another rank's planning
             barrier()
+        self._begin_epoch()
         measure_steps(
             self._step,
             self._context,
@@ -132,16 +135,22 @@ class TrainLoop:
             if index + 1 - self._first >= n_steps:
                 epoch_s = time.perf_counter() - self._epoch_start_s
                 recorder.sample("epoch_s", epoch_s, step=epoch - 1)
-            if self._evaluation is not None:
-                recorder.step = None
-                for metric, value in self._evaluation.measure(self.training.engine).items():
-                    recorder.sample(metric, value, step=epoch - 1)
+            self._evaluate(epoch)
             self._epoch_start_s = time.perf_counter()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
         if self._changes is not None and index + 1 < self._n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
         return self._losses.note
+
+    def _evaluate(self, n_epochs: int) -> None:
+        """Record the evaluation after so many epochs, if it is asked for."""
+        if self._evaluation is None:
+            return
+        recorder = self._context.recorder
+        recorder.step = None
+        for metric, value in self._evaluation.measure(self.training.engine).items():
+            recorder.sample(metric, value, step=n_epochs - 1)
 
     def record_losses(self) -> list[float]:
         """Record the losses that are left; returns those of all measured steps.

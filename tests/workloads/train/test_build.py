@@ -51,6 +51,12 @@ def test_names_mean_what_planning_means_by_them(simulator):
         assert found == msgspec.structs.replace(strategy, made_for=made_for)
 
 
+def test_state_that_no_two_ranks_hold_is_not_sharded_by_ranks_that_are_left(simulator):
+    with pytest.raises(StrategyError, match="has each on one device: drop it, or use ddp"):
+        built(simulator, shard_state="optimizer")
+    assert built(simulator, shard_state="optimizer", continues="RUN").stages
+
+
 def test_ddp_shares_samples_by_speed(simulator):
     devices = list(simulator.cluster.devices)
     devices[1] = msgspec.structs.replace(devices[1], speed=devices[1].speed / 3)

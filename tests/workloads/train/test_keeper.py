@@ -148,6 +148,21 @@ def test_a_run_without_a_state_goes_on_from_that_of_the_run_before(runs):
         assert found.state.endswith("a/state/step-7")
 
 
+@pytest.mark.parametrize(
+    ("changes", "strategy"),
+    [
+        ({}, ""),
+        ({"stages": 3}, "ddp"),
+        ({"stages": 2, "shard_state": "optimizer"}, ""),
+        ({"strategy": "tp=3"}, "ddp"),
+        ({"strategy": "ddp", "shard_state": "optimizer"}, ""),
+    ],
+)
+def test_ranks_that_are_left_go_on_by_a_strategy_that_fits_them(runs, changes, strategy):
+    runs("a", 5)
+    assert find_continuation(replace(CASE, **changes), runs.first, [1]).strategy == strategy
+
+
 def test_all_ranks_go_on_by_their_last_strategy(runs):
     for step in (3, 6, 9):
         (runs.first / f"strategy-{step}.json").write_bytes(b"")
