@@ -272,9 +272,7 @@ def _check_changes(config: TrainConfig) -> None:
     for name in filter(is_on.__getitem__, is_on):
         if config.asynchronous:
             raise ConfigError(f"--{name} is for synchronous training: drop --asynchronous")
-    if config.shrink == "pipetransformer" and {"single", "ddp", "tensor", "hybrid"}.issuperset(
-        config.strategy
-    ):
+    if config.shrink == "pipetransformer" and not any(map(_may_have_stages, config.strategy)):
         raise ConfigError(
             f"--shrink pipetransformer shortens a pipeline, {' '.join(config.strategy)} has none: "
             "use --strategy pipeline, or --shrink search"
@@ -293,6 +291,12 @@ def _check_changes(config: TrainConfig) -> None:
                 f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
             )
         last = step
+
+
+def _may_have_stages(strategy: str) -> bool:
+    if is_layout(strategy):
+        return parse_layout(strategy).pp > 1
+    return strategy not in ("single", "ddp", "tensor", "hybrid")
 
 
 def _check_rates(config: TrainConfig) -> None:

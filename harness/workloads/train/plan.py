@@ -20,6 +20,7 @@ from harness.domain.graph import SCORE_FLOPS, Graph
 from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
+from harness.domain.shard_state import shards_in_nodes
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
@@ -129,10 +130,14 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
         return
     holders = {group for _, group in Trial.from_strategy(simulator, strategy).slices()}
     if all(len(group) < 2 for group in holders):
+        where, remedy = "", "use ddp, or fewer --stages than ranks"
+        if shards_in_nodes(strategy.shard_state):
+            where = " of a host"
+            remedy = f"use --shard-state {strategy.shard_state.removesuffix('_in_node')}"
         raise StrategyError(
-            f"--shard-state {strategy.shard_state} divides weights among the devices that hold "
-            f"them, and strategy {strategy.name!r} has each on one device: drop it, or use ddp, or "
-            "fewer --stages than ranks"
+            f"--shard-state {strategy.shard_state} divides weights among the devices{where} that "
+            f"hold them, and strategy {strategy.name!r} has each on one device{where}: drop it, or "
+            f"{remedy}"
         )
 
 

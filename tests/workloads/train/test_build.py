@@ -54,6 +54,8 @@ def test_names_mean_what_planning_means_by_them(simulator):
 def test_state_that_no_two_ranks_hold_is_not_sharded_by_ranks_that_are_left(simulator):
     with pytest.raises(StrategyError, match="has each on one device: drop it, or use ddp"):
         built(simulator, shard_state="optimizer")
+    with pytest.raises(StrategyError, match=r"on one device of a host: .* --shard-state optimizer"):
+        built(simulator, strategy="ddp", shard_state="optimizer_in_node")
     assert built(simulator, shard_state="optimizer", continues="RUN").stages
 
 

@@ -123,6 +123,8 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
          "--asynchronous has no --compile"),
         ({"drift": True, "compile": True}, "--drift has no --compile: drop one of them"),
         ({"survive": True, "compile": True}, "--survive has no --compile: drop one of them"),
+        ({"strategy": ("tp=2,dp=2",), "freeze": "schedule", "shrink": "pipetransformer"},
+         "--shrink pipetransformer shortens a pipeline, tp=2,dp=2 has none: use --strategy"),
         ({"freeze": "schedule", "freeze_interval": 20},
          "--freeze-interval 20 freezes layers after as many steps, the run has --steps 20"),
         ({"strategy": ("zero1",), "compile": True},
