@@ -33,6 +33,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import (
     OptimizerOptions,
     OuterOptions,
+    check_factory,
     checked_optimizer,
 )
 from harness.runtime.engines.replicas import check_alike
@@ -93,7 +94,8 @@ class Trainer:
         dropout: `exact` draws the same masks under every strategy, `local` each rank's own.
         outer: averages the strategy's replicas so, which exchange no activations and train by
             themselves, as `train --sync-every` does; the state is the average.
-        max_grad_norm: norm of all gradients, or a replica's, down to which larger ones are scaled.
+        max_grad_norm: norm of all gradients, or a replica's, down to which larger ones are scaled;
+            `math.inf` only measures it.
         ema_decay: of a moving average of each parameter; None: none is kept.
         seed: of a made model, the order of samples, and dropout; seeds torch's default generator.
         compile: compile forward and backward by torch.compile.
@@ -104,6 +106,7 @@ class Trainer:
     Attributes:
         optimizer: for torch's learning rate schedulers.
         samples: positions in the global batch of the samples that this rank reads.
+        grad_norm: norm that `max_grad_norm` limits, in the last step, as a tensor; else None.
 
     Raises:
         LaunchError, ConfigError, ModelError, StrategyError: process group, options, model and
@@ -135,11 +138,7 @@ class Trainer:
         for given, known in choices:
             if given not in get_args(known):
                 raise ConfigError(f"{given!r} is none of {', '.join(get_args(known))}: give one")
-        if isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer is an {type(optimizer).__name__}, and a rank holds slices of the "
-                "model: give a function that makes it of the parameters that it gets"
-            )
+        check_factory(optimizer)
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ConfigError(f"ema_decay is {ema_decay}: give one between 0 and 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -191,7 +190,7 @@ class Trainer:
         counts = samples_per_device(self.strategy, LOSS)
         self._n_replica = sum(counts.get(rank, 0) for rank in engine.replica)
         self._held = self._engine.held_state()
-        self.optimizer = self._held.optimizer
+        self.optimizer, self.grad_norm = self._held.optimizer, engine.grad_norm
 
     def __enter__(self) -> Self:
         return self
@@ -279,6 +278,7 @@ class Trainer:
                 f"step takes a batch of this Trainer, got {given}: give what its batches() yields"
             )
         loss = engine.step(lambda: batch.batch, batch.share)
+        self.grad_norm = engine.grad_norm
         self._recorder.discard()
         return loss
 

@@ -66,10 +66,10 @@ def train_plainly():
         loss = loss_of(model, [data[k] for k in plan.global_indices(step)])
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         average.update_parameters(model)
-        losses.append(loss.item())
+        losses += [loss.item(), norm.item()]
         if step % plan.n_steps_per_epoch == plan.n_steps_per_epoch - 1:
             scheduler.step()
     return losses, model.state_dict(), average.module.state_dict(), loss_of(model, data).item()

@@ -63,14 +63,14 @@ def make_scheduler(optimizer: Optimizer) -> StepLR:
 
 
 def train_alone(strategy: Strategy) -> tuple[list[float], dict[str, Any]]:
-    """The losses and the state of a training by the only rank of a process group."""
+    """The losses and norms of gradients, and the state, of a training by the only rank."""
     trainer = Trainer(
         *make_model(), strategy=strategy, optimizer=make_optimizer, max_grad_norm=MAX_NORM
     )
     scheduler, losses = make_scheduler(trainer.optimizer), []
     for epoch in range(N_EPOCHS):
         for batch in trainer.batches(make_data(), epoch=epoch):
-            losses.append(trainer.mean_loss(trainer.step(batch)))
+            losses += [trainer.mean_loss(trainer.step(batch)), float(trainer.grad_norm)]
         scheduler.step()
     state = trainer.state_dict()
     trainer.close()
@@ -111,7 +111,7 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
 
     def train(trainer: Trainer, epoch: int) -> None:
         for batch in trainer.batches(data, epoch=epoch):
-            losses.append(trainer.mean_loss(trainer.step(batch)))
+            losses.extend([trainer.mean_loss(trainer.step(batch)), float(trainer.grad_norm)])
 
     # Rank 0 alone has the file.
     first = make(before if rank == 0 else "no file")

@@ -131,6 +131,15 @@ def make_optimizer(
     return optimizer
 
 
+def check_factory(factory: object) -> None:
+    """Check that a program gives a function that makes an optimizer."""
+    if isinstance(factory, Optimizer):
+        raise ConfigError(
+            f"optimizer is an {type(factory).__name__}, and a rank holds slices of the model: give "
+            "a function that makes it of the parameters that it gets"
+        )
+
+
 def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
     """An optimizer that a user's factory has made of named parameters.
 

@@ -229,6 +229,11 @@ class ExecutorEngine:
         return n_updates * self._sync.n_sums + (self._averages is not None)
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """See `GradientClip.norm`."""
+        return self._updating.clip.norm
+
+    @property
     def can_be_muted(self) -> bool:
         """Whether the strategy uses several devices; equal on all ranks."""
         return len(set().union(*self.plan.strategy.stage_devices())) > 1

@@ -124,11 +124,16 @@ class GradientClip:
     Args:
         most: the largest norm, of synchronous training; None: gradients stay.
         make_group: makes that of the ranks of this rank's replica; all ranks must call it.
+
+    Attributes:
+        norm: before the last step's were scaled, on the device; None before the first, and where
+            gradients stay.
     """
 
     def __init__(self, most: float | None, world: World, make_group: Callable[[], Any]) -> None:
         self._most, self._world = most, world
         self._group = None if most is None else make_group()
+        self.norm: Tensor | None = None
 
     @torch.no_grad()
     def apply(self, owners: Owners, phases: Phases, *, is_muted: bool) -> None:
@@ -141,7 +146,8 @@ class GradientClip:
             square += torch.stack(torch._foreach_norm(own)).double().square().sum()
         if self._group is not None and not is_muted:
             phases.wait(lambda: dist.all_reduce(square, group=self._group), name="gradient norm")
-        factor = (self._most / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        self.norm = square.sqrt()
+        factor = (self._most / (self.norm + 1e-6)).clamp(max=1.0)
         gradients = [x.grad for x in owners.own.values() if x.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -248,7 +254,7 @@ class WeightUpdate:
         phases: Phases,
     ) -> None:
         self._weights, self._owners, self._optimizer = weights, owners, optimizer
-        self.scale, self._hooks, self._clip = scale, hooks, clip
+        self.scale, self._hooks, self.clip = scale, hooks, clip
         self._phases = phases
 
     def run(self, norms: LayerNorms | None, *, is_muted: bool) -> None:
@@ -264,7 +270,7 @@ class WeightUpdate:
         if norms is not None and not is_muted:
             norms.add(self._weights, self._owners, phases)
         phases.begin("optimizer")
-        self._clip.apply(self._owners, phases, is_muted=is_muted)
+        self.clip.apply(self._owners, phases, is_muted=is_muted)
         self.scale.step(self._optimizer, is_muted=is_muted)
         for parameter in (*trained.values(), *self._owners.own.values()):
             parameter.grad = None
