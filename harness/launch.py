@@ -45,7 +45,6 @@ from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.resume import check_batches, check_ended, find_resumed
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
-from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit, describe_rank
 from harness.runtime.ranks.isolate import run_isolated
@@ -270,7 +269,7 @@ class Launcher:
         self._record_next(plan, found, left, f"{name}.{len(left)}")
         last = self._headers[-1]
         is_back = found.until is not None and last.summary.get(UNTIL) == found.until
-        if is_back and getattr(plan.case.config, "until", None) != found.until:
+        if is_back and plan.case.config.until != found.until:
             back = self._find_continuation(plan, self._results / last.run_id, [])
             if back is not None:
                 self._record_next(plan, back, list(plan.ranks), f"{name}.back")
@@ -352,7 +351,7 @@ class Launcher:
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
                 reached=reached,
-                grace_s=getattr(config, "grace_s", GRACE_S),
+                grace_s=workload.grace_s(config),
             )
         return outcome_of(ending)
 
@@ -372,8 +371,7 @@ class Launcher:
     def _keeps_copy(self, plan: PlannedRun, run_dir: Path) -> bool:
         """Whether this rank keeps a copy of the header for its host, which has a disk of its own,
         because a launch with --resume may begin there."""
-        is_saved = getattr(plan.case.config, "save_every", None) is not None
-        hostnames = self._world.hostnames
+        hostnames, is_saved = self._world.hostnames, plan.case.workload.is_saved(plan.case.config)
         is_first = hostnames.index(self._world.hostname) == self._world.rank
         return is_saved and is_first and not (run_dir / HEADER_FILE).exists()
 

@@ -18,6 +18,7 @@ from harness.run import RunSpec, run_case
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.flags import RunOptions
+from harness.workloads.train.workload import WORKLOAD as TRAIN
 
 WORKLOAD = workload_of(str)
 
@@ -118,7 +119,7 @@ def test_a_host_with_a_disk_of_its_own_keeps_the_header_of_a_run_that_is_saved(
     tmp_path, save_every, has_header, wanted
 ):
     config: Any = SimpleNamespace(save_every=save_every)
-    plan: Any = SimpleNamespace(case=SimpleNamespace(config=config))
+    plan: Any = SimpleNamespace(case=SimpleNamespace(config=config, workload=TRAIN))
     if has_header:
         (tmp_path / HEADER_FILE).touch()
     assert launcher(1, tmp_path)._keeps_copy(plan, tmp_path) == wanted

@@ -11,6 +11,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.measure.store import Run
+from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks.sharing import Fetch
 from harness.runtime.ranks.world import Context
 
@@ -78,7 +79,9 @@ class Workload:
             again, and a function that fetches the files of a directory from other hosts; called on
             rank 0 only, raises HarnessError where they cannot. None: the workload's runs never go
             on.
-        go_on: the case by which so many ranks go on.
+        go_on: the case by which so many ranks go on, with the continuation's `until`.
+        grace_s: seconds that a rank has left after another has failed, to save what it holds.
+        is_saved: whether a launch with --resume may go on with a case from any of its hosts.
         differing: names of the flags by which two configurations as JSON differ in what they train
             or by which strategy, on any number of ranks; without any, `--resume` continues the
             second by the first.
@@ -98,6 +101,8 @@ class Workload:
         None
     )
     go_on: Callable[[Any, Continuation, int], Any] | None = None
+    grace_s: Callable[[Any], float] = lambda config: GRACE_S
+    is_saved: Callable[[Any], bool] = lambda config: False
     differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]] | None = None
     strategy_flags: frozenset[str] = frozenset()
     check: Callable[[Any, Path], None] = lambda config, results: None

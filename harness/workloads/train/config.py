@@ -11,7 +11,6 @@ from harness.domain.shard_state import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.measure.derive.settings import CHANGING
-from harness.runtime.agent import GRACE_S
 from harness.runtime.data import OF_TEXT, described_data
 from harness.runtime.engines.optimizers import (
     OPTIMIZERS,
@@ -356,11 +355,6 @@ class TrainCase(TrainSettings):
         has_averages = self.is_set("ema") and self.engine == "deepspeed"
         others = {"ema": has_averages, "shard_state": self.sharded_state != "none"}
         return [*super().executor_flags, *(name for name, is_given in others.items() if is_given)]
-
-    @property
-    def grace_s(self) -> float:
-        """Seconds that a rank has left after another has failed, to save what it holds."""
-        return 30.0 if self.survive else GRACE_S
 
     def outer_options(self) -> OuterOptions | None:
         if self.sync_every == 1:

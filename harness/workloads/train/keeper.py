@@ -28,6 +28,7 @@ from harness.inputs import find_int, read_file
 from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.store import read_header
 from harness.plan.formats.detect import read_strategy_file
+from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks.failures import has_lost_peer, has_timed_out
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
@@ -114,6 +115,11 @@ class StateKeeper:
                 survivor.save(self._directory(SURVIVORS, after), self._context.run_dir.name)
         except HarnessError as error:
             _log.warning("this rank's state is not saved: %s", error)
+
+
+def grace_s(case: TrainCase) -> float:
+    """Seconds in which a survivor saves its state."""
+    return 30.0 if case.survive else GRACE_S
 
 
 STATE_DIRECTORY = "state"

@@ -20,7 +20,7 @@ from harness.domain.graph import SCORE_FLOPS, Graph
 from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
-from harness.domain.shard_state import shards_in_nodes
+from harness.domain.shard_state import ShardState, averaged_replicas, shards_in_nodes
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
@@ -86,9 +86,10 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
         StrategyError: the flags do not fit the model or the ranks.
     """
     graph, cluster = simulator.graph, simulator.cluster
+    state: ShardState = "none" if _has_unlike_replicas(case, cluster) else case.sharded_state
     found = []
     for plain in _candidates(case, simulator, shares):
-        strategy = msgspec.structs.replace(plain, shard_state=case.sharded_state)
+        strategy = msgspec.structs.replace(plain, shard_state=state)
         if case.recompute:
             strategy = with_recomputation(strategy, graph, case.recompute_segments)
         validate(strategy, graph, cluster)
@@ -101,6 +102,14 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
         _check_shared_weights(simulator, strategy)
     made_for = fingerprint(graph, cluster, simulator.profile)
     return msgspec.structs.replace(strategy, made_for=made_for)
+
+
+def _has_unlike_replicas(case: TrainCase, cluster: Cluster) -> bool:
+    """Whether the ranks that are left train averaged replicas whose parts of a state differ."""
+    if case.sync_every == 1 or not case.continues:
+        return False
+    replicas = averaged_replicas(tuple(range(cluster.n_devices)), cluster.node_of())
+    return len(set(map(len, replicas))) > 1
 
 
 def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) -> list[Strategy]:

@@ -59,6 +59,18 @@ def test_state_that_no_two_ranks_hold_is_not_sharded_by_ranks_that_are_left(simu
     assert built(simulator, shard_state="optimizer", continues="RUN").stages
 
 
+def test_unlike_replicas_of_ranks_that_are_left_shard_no_state(simulator):
+    (first, second, third), cluster = simulator.cluster.nodes, simulator.cluster
+    pair = msgspec.structs.replace(first, devices=[*first.devices, *second.devices])
+    unlike = Simulator(
+        simulator.graph, simulator.profile, msgspec.structs.replace(cluster, nodes=[pair, third])
+    )
+    changes = {"strategy": "ddp", "shard_state": "gradients", "sync_every": 2, "continues": "RUN"}
+    assert built(unlike, **changes).shard_state == "none"
+    assert built(unlike, **changes | {"sync_every": 1}).shard_state == "gradients"
+    assert built(simulator, **changes).shard_state == "gradients"
+
+
 def test_ddp_shares_samples_by_speed(simulator):
     devices = list(simulator.cluster.devices)
     devices[1] = msgspec.structs.replace(devices[1], speed=devices[1].speed / 3)
