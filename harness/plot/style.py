@@ -223,8 +223,9 @@ def note_cut(canvas: Canvas, n_shown: int, n_all: int, things: str) -> None:
     """Say above a figure that it leaves some out, unless it says so already."""
     if n_all > n_shown and not canvas.get_suptitle():
         words = f"{n_shown} of {n_all} {things}; all are in the table"
-        if canvas.subfigs and canvas.legends:  # a title of the figure would cover the legend
+        if canvas.legends:  # which a title of the figure would cover
             canvas.legends[0].set_title(words)
+            canvas.set_figheight(canvas.get_figheight() + LEGEND_ROW_IN)
         else:
             canvas.suptitle(words)
 

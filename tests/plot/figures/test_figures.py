@@ -33,7 +33,7 @@ from harness.plot.headlines import warnings
 from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
 from harness.plot.report import _strategy_row, format_value, header_of, present
-from harness.plot.style import STRATEGIES, wrap_label
+from harness.plot.style import STRATEGIES, joint_legend, note_cut, wrap_label
 
 
 @pytest.fixture(scope="module")
@@ -559,6 +559,19 @@ def test_names_of_misses_clear_each_other_where_the_layout_has_put_them():
     canvas.draw_without_rendering()
     places = [note.get_window_extent() for note in canvas.axes[0].texts]
     assert [place.count_overlaps(places) for place in places] == [1] * 5
+
+
+def test_the_words_about_entries_left_out_stand_above_the_legend():
+    canvas = Canvas(layout="constrained")
+    axes = canvas.subplots()
+    axes.plot([0, 1], label="a")
+    joint_legend(canvas, [axes], n_columns=1)
+    note_cut(canvas, 24, 60, "entries")
+    canvas.draw_without_rendering()
+    (legend,) = canvas.legends
+    assert legend.get_title().get_text() == "24 of 60 entries; all are in the table"
+    assert canvas.get_suptitle() == ""
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
 
 
 def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
