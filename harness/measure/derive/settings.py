@@ -24,12 +24,15 @@ COMPARED = STRATEGY_FLAGS - {"stages"} | {
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
     "sync_every", "outer_lr", "outer_momentum",
 }  # fmt: skip
-# Flags that say how long a run trains, or what it does between steps: none changes a step.
+# Settings of a run that goes on with another.
+_CONTINUING = ("continues", "load_state", "asked_strategy")
+# Settings that say how long a run trains, from where, or what it does between steps: none changes
+# a step.
 BETWEEN_STEPS = frozenset({
-    "steps", "epochs", "first_step", "until", "continues", "evaluate", "no_sync_steps",
+    *_CONTINUING, "steps", "epochs", "first_step", "until", "evaluate", "no_sync_steps",
     "save_every", "save_model", "save_sharded",
 })  # fmt: skip
-_UNTELLING = ("source", "samples_per_epoch", "repeats", "results", "run_name")
+_UNTELLING = (*_CONTINUING, "source", "samples_per_epoch", "repeats", "results", "run_name")
 _MOST_TELLING = 3
 
 

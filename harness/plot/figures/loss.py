@@ -144,7 +144,8 @@ FIGURE = Figure(
     caption=(
         "Mean loss of the global batch in each step, of the first repeat, by step and by the time "
         "in steps (without saves and evaluations). The line of a run that failed ends with the "
-        "last sum of losses over ranks, before its last step. Lines of more than "
+        "last sum of losses over ranks, before its last step. The time of a run that goes on with "
+        "another begins at 0. Lines of more than "
         f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after an epoch. "
         "Strategies that train like one device have equal lines by step. The loss of averaged "
         "replicas is the mean of each on its own samples, so held-out samples compare them."

@@ -36,8 +36,7 @@ LABEL_PT = 8
 # Settings that may differ between a series and its baseline: how much is trained, and where to.
 FREE = frozenset({
     "batch", "global_batch", "batch_per_device", "scaling", "samples_per_epoch", "source",
-    "warm_up", "seed", "load_state", "asked_strategy", "n_samples", "bucket_mib", "balance",
-    "memory",
+    "warm_up", "seed", "n_samples", "bucket_mib", "balance", "memory",
 })  # fmt: skip
 
 

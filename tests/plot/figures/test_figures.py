@@ -256,6 +256,16 @@ def test_an_epoch_is_not_shown_as_a_step():
     assert format_value("other_s", 1e-17) == "0"
 
 
+def test_a_run_that_goes_on_with_another_has_its_line_in_the_same_panel(tmp_path):
+    first, then = train_config("ddp", 32), train_config("without-0", 32)
+    then |= {"continues": "a", "load_state": "results/a/state", "asked_strategy": "ddp"}
+    for name, config in (("a", first), ("b", then)):
+        write_training(tmp_path, name, config, make_cluster(2), 0.1, 0.0)
+    table = table_of("loss", catalog_of(tmp_path))
+    assert set(table["workload"]) == {"resnet50 · fp32 · batch 32"}
+    assert set(table["line"]) == {"ddp on 2", "without-0 on 2"}
+
+
 def test_strategies_of_other_settings_are_in_cells_of_their_own(tmp_path):
     for n, layers in enumerate((2, 2, 12)):
         config = train_config(("ddp", "pipeline", "ddp")[n], 32, n_layers=layers)
