@@ -16,8 +16,9 @@ from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
+from harness.units import format_duration
 
-_UNLIKE = 3  # times that latencies of a pair's two directions may differ
+_DISTURBED = 3  # times the latency that its median may be
 HALVED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -40,9 +41,9 @@ class LinkMatrix:
 
     Attributes:
         names: hostname of each rank, with the rank if a host has several.
-        latency_s: median of half a round trip of the smallest message, shape (n, n): the shorter
-            of both directions, because either is half of a way there and back.
-        slower_latency_s: the longer of both, shape (n, n).
+        latency_s: shortest half of a round trip of the smallest message, shape (n, n), over both
+            directions, because either is half of a way there and back.
+        median_latency_s: median half of a round trip of each direction, shape (n, n).
         bandwidth_bytes_per_s: largest message over its median time, shape (n, n).
         n_bytes: size of the largest message.
     """
@@ -50,7 +51,7 @@ class LinkMatrix:
     transport: str
     names: list[str]
     latency_s: np.ndarray
-    slower_latency_s: np.ndarray
+    median_latency_s: np.ndarray
     bandwidth_bytes_per_s: np.ndarray
     n_bytes: int
 
@@ -147,10 +148,9 @@ def _link_matrix(
 ) -> LinkMatrix:
     seen = [rank for key in (*latencies, *transfers) for rank in key[:2]]
     n = max(len(run.header.ranks), *(rank + 1 for rank in seen))
-    latency, bandwidth = np.full((n, n), np.nan), np.full((n, n), np.nan)
+    shortest, middle, bandwidth = (np.full((n, n), np.nan) for _ in range(3))
     for (source, target, _), values in latencies.items():
-        latency[source, target] = np.median(values)
-    is_known = ~np.isnan(latency)
+        shortest[source, target], middle[source, target] = min(values), np.median(values)
     n_bytes = max((key[2] for key in transfers), default=0)
     for (source, target, size), values in transfers.items():
         if size == n_bytes:
@@ -158,24 +158,26 @@ def _link_matrix(
     return LinkMatrix(
         transport=transport,
         names=_rank_names(run, n),
-        latency_s=np.where(is_known, np.fmin(latency, latency.T), np.nan),
-        slower_latency_s=np.where(is_known, np.fmax(latency, latency.T), np.nan),
+        latency_s=np.where(np.isnan(shortest), np.nan, np.fmin(shortest, shortest.T)),
+        median_latency_s=middle,
         bandwidth_bytes_per_s=bandwidth,
         n_bytes=n_bytes,
     )
 
 
 def disturbed_text(matrix: LinkMatrix) -> str:
-    """How far the directions of pairs disagree on the latency; empty if they do not by much."""
-    ratios = np.triu(np.nan_to_num(matrix.slower_latency_s / matrix.latency_s))
-    n_far = int((ratios > _UNLIKE).sum())
+    """How far the median half of a round trip is above the latency; empty if not by much."""
+    ratios = np.nan_to_num(matrix.median_latency_s / matrix.latency_s)
+    n_far = int((ratios > _DISTURBED).sum())
     if not n_far:
         return ""
-    a, b = (matrix.names[i] for i in np.unravel_index(ratios.argmax(), ratios.shape))
+    a, b = map(int, np.unravel_index(ratios.argmax(), ratios.shape))
+    matrices = (matrix.median_latency_s, matrix.latency_s)
+    middle, shortest = (format_duration(float(of[a, b])) for of in matrices)
     return (
-        f"half a round trip over {matrix.transport} differs over {_UNLIKE} times between the "
-        f"directions of {n_far} pair{'s' if n_far > 1 else ''} (most: {ratios.max():.0f} times, "
-        f"{a} and {b}): other work disturbed the longer one, the shorter one counts"
+        f"the median half round trip over {matrix.transport} is over {_DISTURBED} times the "
+        f"shortest on {n_far} of {np.count_nonzero(ratios)} links (most: {matrix.names[a]} to "
+        f"{matrix.names[b]}, {middle} and {shortest}): other work disturbs the links, measure again"
     )
 
 

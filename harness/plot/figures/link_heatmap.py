@@ -35,7 +35,7 @@ def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
     stacks = {
         "bandwidth_bytes_per_s": np.stack([m.bandwidth_bytes_per_s for m in like]),
         "latency_s": np.stack([m.latency_s for m in like]),
-        "slower_latency_s": np.stack([m.slower_latency_s for m in like]),
+        "median_latency_s": np.stack([m.median_latency_s for m in like]),
     }
     rows = []
     for i, source in enumerate(names):
@@ -146,10 +146,10 @@ def _write_values(axes: Axes, grid: np.ndarray, image: Any) -> None:
 FIGURE = Figure(
     caption=(
         "Every ordered pair of ranks: rows send to columns, and each direction is measured "
-        "separately. Left: bandwidth of the largest message. Right: latency, half the round trip "
-        "of the smallest message, the shorter of both directions. Dark cells are slow in both; a "
-        "dark row or column points to one node's NIC. Colours of bandwidth start at 0; those of "
-        "latency are logarithmic and span at least a factor of two."
+        "separately. Left: bandwidth of the largest message. Right: latency, the shortest half "
+        "of a round trip of the smallest message, over both directions. Dark cells are slow in "
+        "both; a dark row or column points to one node's NIC. Colours of bandwidth start at 0; "
+        "those of latency are logarithmic and span at least a factor of two."
     ),
     better="bandwidth: higher is better; latency: lower is better",
     needs="a links run of two or more ranks: ./entry.sh links",

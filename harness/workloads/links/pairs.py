@@ -3,10 +3,9 @@
     source   |--- message --->          |
     target                 |--- ack --->|     a round trip; the ack is 4 bytes
 
-One pair is measured at a time. Half a round trip of the smallest message is the latency. The
-one-way time of a larger message is its round trip minus the shortest latency, which is the time of
-its ack (subtracting the median could make a link look too fast). All times are read on the source's
-clock.
+One pair is measured at a time. The shortest half of a round trip of the smallest message is the
+latency. The one-way time of a larger message is its round trip minus the latency, which is the time
+of its ack. All times are read on the source's clock.
 """
 
 from bisect import bisect_left
@@ -38,10 +37,11 @@ _PINGS = 30
 
 @dataclass(frozen=True)
 class PairTimes:
-    """Median times in seconds from one rank to another.
+    """Times in seconds from one rank to another.
 
     Attributes:
-        transfers: one-way time by size in bytes.
+        latency_s: of an undisturbed message, so the shortest.
+        transfers: median one-way time by size in bytes.
     """
 
     latency_s: float
@@ -159,7 +159,7 @@ def time_pair(
 def _measure_pair(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
-    """Time and record one ordered pair; returns medians on the source, None on the target."""
+    """Time and record one ordered pair; returns its times on the source, None on the target."""
     latencies, transfers = time_pair(pair, sizes, transport, limits.budget, limits.longest_s)
     if transport.rank != pair[0]:
         return None
@@ -171,7 +171,7 @@ def _measure_pair(
             record("link_transfer_s", time_s, step=step, source=source, target=target,
                    transport=name, n_bytes=n_bytes)  # fmt: skip
     medians = {n: median(times) for n, times in transfers.items()}
-    return PairTimes(median(latencies), {n: time_s for n, time_s in medians.items() if time_s > 0})
+    return PairTimes(min(latencies), {n: time_s for n, time_s in medians.items() if time_s > 0})
 
 
 def measure_pairs(
@@ -249,7 +249,7 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
 
 def _with_shorter_latency(pairs: dict[Pair, PairTimes]) -> dict[Pair, PairTimes]:
     """Give both directions of a pair the shorter latency: either is half of a way there and back,
-    so that a longer one is a disturbance, which would also raise the fitted bandwidth."""
+    so a longer one is a disturbance, which would also raise the fitted bandwidth."""
     return {
         (a, b): replace(times, latency_s=min(times.latency_s, pairs.get((b, a), times).latency_s))
         for (a, b), times in sorted(pairs.items())

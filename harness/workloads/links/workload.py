@@ -211,23 +211,32 @@ def links_text(run: Run) -> list[str]:
 
 
 def _matrix(matrix: LinkMatrix) -> str:
+    """Latency and bandwidth of every pair, each with its spread."""
     heads = [f"{matrix.transport} from \\ to", *matrix.names]
-    rows = [
-        [name, *(_pair(matrix, source, target) for target in range(len(matrix.names)))]
-        for source, name in enumerate(matrix.names)
-    ]
-    title = f"half round trip, and bandwidth at {format_bytes(matrix.n_bytes)}, one pair at a time:"
+    parts = []
+    for title, show in (
+        ("half round trip, shortest (median)", _latency),
+        (f"bandwidth at {format_bytes(matrix.n_bytes)}", _bandwidth),
+    ):
+        rows = [
+            [name, *(show(matrix, (source, target)) for target in range(len(matrix.names)))]
+            for source, name in enumerate(matrix.names)
+        ]
+        parts.append(f"{title}, one pair at a time:\n{columns(heads, rows)}")
     doubt = disturbed_text(matrix)
-    return f"{title}\n{columns(heads, rows)}" + (f"\nwarning: {doubt}" if doubt else "")
+    return "\n\n".join(parts) + (f"\nwarning: {doubt}" if doubt else "")
 
 
-def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
-    latency_s = float(matrix.latency_s[source, target])
-    bandwidth = float(matrix.bandwidth_bytes_per_s[source, target])
+def _latency(matrix: LinkMatrix, pair: Pair) -> str:
+    latency_s, median_s = float(matrix.latency_s[pair]), float(matrix.median_latency_s[pair])
     if np.isnan(latency_s):
         return "-"
-    rate = "-" if np.isnan(bandwidth) else format_bandwidth(bandwidth)
-    return f"{format_duration(latency_s)}, {rate}"
+    return f"{format_duration(latency_s)} ({format_duration(median_s)})"
+
+
+def _bandwidth(matrix: LinkMatrix, pair: Pair) -> str:
+    bandwidth = float(matrix.bandwidth_bytes_per_s[pair])
+    return "-" if np.isnan(bandwidth) else format_bandwidth(bandwidth)
 
 
 def _collectives(run: Run) -> str:

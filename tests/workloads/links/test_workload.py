@@ -151,6 +151,10 @@ def test_every_pair_and_collective_is_measured_checked_and_written():
     assert all(row.time.n >= 3 for row in rows)
     cluster = Cluster.from_json(results[0].encode())
     assert len(cluster.links) == 6
+    names = [device.name for device in cluster.devices]
+    for link in cluster.links:
+        pair = names.index(link.source), names.index(link.target)
+        assert link.latency_s == matrices[0].latency_s[pair]
     assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
     assert "half round trip" in links_text([run])
     # Local ranks copy and add up on the cores that compute.
