@@ -37,6 +37,7 @@ class Summary:
         cv: standard deviation (n - 1) over mean; 0 for a single sample.
         p95: 95th percentile, linearly interpolated.
         warnings: reasons to distrust the numbers.
+        noise: those of the warnings that are about the spread.
     """
 
     median: float
@@ -49,6 +50,7 @@ class Summary:
     max: float
     coverage: float
     warnings: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +129,30 @@ def _chance_below(k: int, n: int) -> float:
     return math.exp(log_of_ways - n * math.log(2))
 
 
-def _doubts(array: np.ndarray, cv: float, coverage: float, shortest: float) -> tuple[str, ...]:
-    """The warnings of pyperf's `check`, and one of too few samples for the interval."""
+def _noise(array: np.ndarray, cv: float) -> tuple[str, ...]:
+    """The warnings of pyperf's `check` about the spread."""
     mean = float(array.mean())
     doubts = []
-    if coverage < CONFIDENCE:
-        doubts.append(
-            f"{array.size} samples are too few for a 99 % interval (8 needed): their range is shown"
-        )
     if cv >= 0.1:
         doubts.append(f"standard deviation is {cv:.0%} of the mean")
     if mean > 0 and array.min() <= 0.5 * mean:
         doubts.append(f"minimum is {1 - array.min() / mean:.0%} below the mean")
     if mean > 0 and array.max() >= 1.5 * mean:
         doubts.append(f"maximum is {array.max() / mean - 1:.0%} above the mean")
-    if np.median(array) < shortest:
-        doubts.append(f"samples are shorter than {shortest * 1e3:g} ms")
     return tuple(doubts)
+
+
+def _doubts(
+    array: np.ndarray, noise: tuple[str, ...], coverage: float, shortest: float
+) -> tuple[str, ...]:
+    """The warnings of pyperf's `check`, and one of too few samples for the interval."""
+    few = f"{array.size} samples are too few for a 99 % interval (8 needed): their range is shown"
+    short = f"samples are shorter than {shortest * 1e3:g} ms"
+    return (
+        *((few,) if coverage < CONFIDENCE else ()),
+        *noise,
+        *((short,) if np.median(array) < shortest else ()),
+    )
 
 
 def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summary:
@@ -161,6 +170,7 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
     first, last, coverage = median_interval_ranks(array.size)
     mean = float(array.mean())
     cv = float(array.std(ddof=1) / abs(mean)) if array.size > 1 and mean != 0 else 0.0
+    noise = _noise(array, cv)
     return Summary(
         median=float(np.median(array)),
         low=float(array[first]),
@@ -171,7 +181,8 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
         min=float(array[0]),
         max=float(array[-1]),
         coverage=coverage,
-        warnings=_doubts(array, cv, coverage, shortest),
+        warnings=_doubts(array, noise, coverage, shortest),
+        noise=noise,
     )
 
 

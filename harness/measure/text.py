@@ -60,10 +60,40 @@ def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]
 
 def interval_words(durations: Summary) -> str:
     """The interval of some durations in words; says if it is only their range, or one value."""
+    return _ends_in_words(
+        durations, format_duration(durations.low), format_duration(durations.high)
+    )
+
+
+def rate_interval_words(durations: Summary, work: float, show: Callable[[float], str]) -> str:
+    """The interval of the rate at which some durations do work, as `interval_words`."""
+    return _ends_in_words(durations, show(work / durations.high), show(work / durations.low))
+
+
+def _ends_in_words(durations: Summary, low: str, high: str) -> str:
     if durations.n == 1:
         return "1 value"
-    words = f"{format_duration(durations.low)} to {format_duration(durations.high)}"
+    words = f"{low} to {high}"
     return words if durations.coverage >= CONFIDENCE else f"{words} (range)"
+
+
+def noise_texts(timed: Mapping[str, Iterable[tuple[str, Summary]]]) -> list[str]:
+    """One line for each kind of measurement whose samples vary; names the worst.
+
+    Args:
+        timed: names and times by the word for the kind, such as "products".
+    """
+    lines = []
+    for kind, rows in timed.items():
+        every = list(rows)
+        noisy = [(name, time) for name, time in every if time.noise]
+        if noisy:
+            name, worst = max(noisy, key=lambda row: row[1].cv)
+            lines.append(
+                f"samples of {len(noisy)} of {len(every)} {kind} vary (most: {name}, "
+                f"{', '.join(worst.noise)}): end other work and measure again"
+            )
+    return lines
 
 
 def format_shape(shape: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.domain.run import HOST_SETTINGS, RunHeader
-from harness.measure.derive.devices import low_peak_warnings
+from harness.measure.derive.devices import low_peak_warnings, product_noise
 from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, stolen_warnings
 from harness.measure.derive.links import disturbed_text
 from harness.measure.derive.prediction import unpredicted_traffic
@@ -114,6 +114,8 @@ def _doubts_of_products(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
         for run in case.runs:
             for text in low_peak_warnings(catalog.distributed(run)):
                 yield run.header.run_id, Doubt(DoubtKind.PEAK, text)
+            for text in product_noise(run.products, run.memory, run.distributed):
+                yield run.header.run_id, Doubt(DoubtKind.SPREAD, text)
 
 
 def _unlike_software(headers: Sequence[RunHeader]) -> list[str]:

@@ -307,7 +307,7 @@ def test_warnings_are_of_every_workload_and_folded_by_kind(tmp_path):
     named = ", ".join(f"resnet50 ddp on 2 (ddp-{repeat})" for repeat in range(3))
     found = warnings(catalog_of(tmp_path))
     assert list(found) == [
-        "Steps are few or vary",
+        "Samples are few or vary",
         "Outlier steps",
         "Measurements left out",
         "Versions or settings differ between runs",

@@ -9,6 +9,7 @@ from harness.domain.run import Headed, RankInfo
 from harness.measure.derive.spans import samples_of
 from harness.measure.statistics import Summary, known_median, summarize
 from harness.measure.store import Run
+from harness.measure.text import noise_texts
 
 PeakKey = tuple[str, float, str]
 """Device kind, number of cores (CPU shares of different sizes are different kinds), dtype."""
@@ -19,7 +20,7 @@ class MatmulRow:
     """One product on one rank's device; rates are 2mnk / time.
 
     Attributes:
-        flops_per_s: from the median time; `low` and `high` from its interval.
+        flops_per_s: from the median time.
         max_flops_per_s: from the shortest time.
         error: largest relative error against the float64 reference, None when not verified.
     """
@@ -33,8 +34,6 @@ class MatmulRow:
     k: int
     time: Summary
     flops_per_s: float
-    low: float
-    high: float
     max_flops_per_s: float
     peak_flops_per_s: float | None
     error: float | None
@@ -119,8 +118,6 @@ def _matmul_row(
         k=k,
         time=time,
         flops_per_s=flops / time.median,
-        low=flops / time.high,
-        high=flops / time.low,
         max_flops_per_s=flops / time.min,
         peak_flops_per_s=info.peak_flops_per_s.get(dtype),
         error=error,
@@ -133,7 +130,7 @@ class MemoryRow:
 
     Attributes:
         n_bytes: size of one array.
-        bytes_per_s: from the median time; `low` and `high` from its interval.
+        bytes_per_s: from the median time.
     """
 
     rank: int
@@ -143,8 +140,6 @@ class MemoryRow:
     n_bytes: int
     time: Summary
     bytes_per_s: float
-    low: float
-    high: float
 
 
 MEMORY_KERNELS = {"copy": ("memory_copy_s", 2), "triad": ("memory_triad_s", 3)}
@@ -174,8 +169,6 @@ def memory_table(run: Run) -> list[MemoryRow]:
                             n_bytes=int(str(n_bytes)),
                             time=time,
                             bytes_per_s=traffic / time.median,
-                            low=traffic / time.high,
-                            high=traffic / time.low,
                         )
                     )
     return rows
@@ -241,6 +234,36 @@ def _slowest_s(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]
     values, times = _by_iteration(run, metric, labels), _by_iteration(run, "summa_s", labels)
     slowest = {i: max(by_rank, key=by_rank.__getitem__) for i, by_rank in times.items()}
     return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
+
+
+def best_products(rows: Iterable[MatmulRow]) -> list[MatmulRow]:
+    """The product with the best rate of each device and dtype."""
+    best: dict[tuple[str, int], MatmulRow] = {}
+    for row in rows:
+        known = best.setdefault((row.dtype, row.rank), row)
+        best[row.dtype, row.rank] = max(known, row, key=lambda one: one.flops_per_s)
+    return [row for _, row in sorted(best.items())]
+
+
+def product_noise(
+    products: Iterable[MatmulRow], memory: Iterable[MemoryRow], distributed: Iterable[SummaRow]
+) -> list[str]:
+    """A line where samples vary, of the products that the tables show."""
+    return noise_texts(
+        {
+            "products": [
+                (f"rank {row.rank} {row.hostname} {row.dtype} n = {row.n}", row.time)
+                for row in best_products(products)
+            ],
+            "memory bandwidths": [
+                (f"rank {row.rank} {row.hostname} {row.kernel}", row.time) for row in memory
+            ],
+            "distributed products": [
+                (f"{row.scaling} {row.dtype} n = {row.n} on {row.n_ranks} ranks", row.time)
+                for row in distributed
+            ],
+        }
+    )
 
 
 def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:

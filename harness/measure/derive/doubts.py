@@ -18,7 +18,7 @@ class DoubtKind(StrEnum):
 
     FAILED = "Runs that are not ok"
     TRAINING = "Not the training of one device"
-    SPREAD = "Steps are few or vary"
+    SPREAD = "Samples are few or vary"
     OUTLIERS = "Outlier steps"
     STRAGGLER = "Stragglers"
     STOLEN = "Processor time taken by other guests"

@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
 from harness.errors import ConfigError
 from harness.measure.derive.devices import (
     MatmulRow,
+    MemoryRow,
     SummaRow,
+    best_products,
     low_peak_warnings,
     matmul_table,
     memory_table,
+    product_noise,
     summa_table,
 )
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
-from harness.measure.text import cell, columns, for_each_run
+from harness.measure.text import cell, columns, for_each_run, rate_interval_words
 from harness.runtime.devices.memory import record_peaks
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for_all
@@ -195,20 +197,16 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
 @for_each_run
 def matmul_text(run: Run) -> list[str]:
     """The tables of a run."""
-    summa = summa_table(run)
-    warnings = "\n".join(low_peak_warnings(summa))
-    return [_devices(run), _memory(run), _skipped(run), _distributed(summa), warnings]
+    products, memory, summa = matmul_table(run), memory_table(run), summa_table(run)
+    doubts = [*low_peak_warnings(summa), *product_noise(products, memory, summa)]
+    warnings = "\n".join(f"warning: {text}" for text in doubts)
+    return [_devices(products), _memory(memory), _skipped(run), _distributed(summa), warnings]
 
 
-def _devices(run: Run) -> str:
+def _devices(rows: Sequence[MatmulRow]) -> str:
     """One row per device and dtype, at the size with the best rate."""
-    rows = sorted(matmul_table(run), key=lambda row: (row.dtype, row.rank))
-    best = [
-        max(group, key=lambda row: row.flops_per_s)
-        for _, group in groupby(rows, key=lambda row: (row.dtype, row.rank))
-    ]
     heads = ["device", "dtype", "best n", "median", "99% interval", "max", "of peak", "error"]
-    return columns(heads, [_device_cells(row) for row in best])
+    return columns(heads, [_device_cells(row) for row in best_products(rows)])
 
 
 def _device_cells(row: MatmulRow) -> list[str]:
@@ -218,25 +216,25 @@ def _device_cells(row: MatmulRow) -> list[str]:
         row.dtype,
         str(row.n),
         format_flops(row.flops_per_s),
-        f"{format_flops(row.low)} to {format_flops(row.high)}",
+        rate_interval_words(row.time, 2.0 * row.m * row.n * row.k, format_flops),
         format_flops(row.max_flops_per_s),
         f"{row.flops_per_s / peak:.0%}" if peak else "-",
         cell(row.error, ".1e"),
     ]
 
 
-def _memory(run: Run) -> str:
-    rows = [
+def _memory(rows: Sequence[MemoryRow]) -> str:
+    cells = [
         [
             f"{row.rank} {row.hostname}",
             row.kernel,
             format_bytes(row.n_bytes),
             format_bandwidth(row.bytes_per_s),
-            f"{format_bandwidth(row.low)} to {format_bandwidth(row.high)}",
+            rate_interval_words(row.time, row.bytes_per_s * row.time.median, format_bandwidth),
         ]
-        for row in memory_table(run)
+        for row in rows
     ]
-    return columns(["device", "memory", "array", "median", "99% interval"], rows)
+    return columns(["device", "memory", "array", "median", "99% interval"], cells)
 
 
 def _skipped(run: Run) -> str:

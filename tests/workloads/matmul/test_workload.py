@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import local_ranks
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from fake_clock import FakeClock
 from local_ranks import run_on_ranks
+from made_runs import local_header
 
 from harness.domain.record import Sample
 from harness.errors import ConfigError, VerificationError
 from harness.measure.derive.devices import matmul_table, summa_table
 from harness.measure.derive.spans import spans_of
+from harness.measure.store import Run
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
@@ -92,6 +95,24 @@ def test_under_a_quota_a_sample_is_the_mean_of_several_products(monkeypatch):
     durations, operands = time_product(16, "fp32", CPU, clock, budget)
     assert durations == pytest.approx([0.004] * 3)
     assert torch.allclose(operands.c, operands.a @ operands.b)
+
+
+def test_samples_that_vary_have_their_interval_and_a_warning():
+    labels = {"m": 1024, "n": 1024, "k": 1024, "dtype": "fp32"}
+    times = [0.008] * 3 + [0.0025, 0.0129]
+    samples = [
+        Sample(metric="matmul_s", value=v, labels=labels | {"n": n})
+        for n, values in ((1024, times), (512, [0.008] * 5))
+        for v in values
+    ]
+    run = Run(path=Path("r"), header=local_header(["a"]), ranks={0: samples})
+    text = matmul_text([run])
+    assert "268 GFLOP/s  166 GFLOP/s to 859 GFLOP/s (range)  859 GFLOP/s" in text
+    assert text.splitlines()[-1] == (
+        "warning: samples of 1 of 1 products vary (most: rank 0 a fp32 n = 1024, standard "
+        "deviation is 47% of the mean, minimum is 68% below the mean, maximum is 64% above the "
+        "mean): end other work and measure again"
+    )
 
 
 @pytest.mark.parametrize("n_ranks", [1, 5])
