@@ -50,7 +50,8 @@ workloads:
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, all
 workloads run and compare training strategies for --model at the global batch --batch-size in
 --dtype; each of these flags has a default. The flags that all workloads share are accepted too:
---results, --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+--results, --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s. In
+a launch of several workloads (`+`) such a flag, given once, holds for all.
 Draw figures and the report from results with: python -m harness.plot results/
 
 exit codes: 0 every run is ok or out of memory, 1 a run failed and no other run completed it,
@@ -129,22 +130,37 @@ def _parse(argv: list[str]) -> Parsed:
 
 
 def parse_all(argv: list[str]) -> list[Parsed]:
-    """Parse workloads that are separated by `+`; they share their RunOptions."""
+    """Parse workloads that are separated by `+`; a flag of the launch holds for all of them."""
     words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
     parsed = [_parse(part) for part in words]
+    options = _shared_options(parsed, words)
+    return [part._replace(options=options) for part in parsed]
 
+
+def _shared_options(parsed: Sequence[Parsed], words: Sequence[Sequence[str]]) -> RunOptions:
+    """Options of the launch, each given by one part or alike by several.
+
+    Raises:
+        ConfigError: two parts give a flag different values.
+    """
     from harness.workloads.common.flags import flag
 
-    for other in parsed[1:]:
-        for field in dataclasses.fields(other.options):
-            one, two = (getattr(part.options, field.name) for part in (parsed[0], other))
-            if one != two:
-                first, second = (part.name or "the comparison" for part in (parsed[0], other))
+    given: dict[str, tuple[str, Any]] = {}
+    for part, own in zip(parsed, words, strict=True):
+        flags = {word.partition("=")[0].replace("_", "-") for word in own}
+        for field in dataclasses.fields(part.options):
+            if flag(field.name) not in flags:
+                continue
+            mine = part.name or "the comparison", getattr(part.options, field.name)
+            first = given.setdefault(field.name, mine)
+            if first[1] != mine[1]:
                 raise ConfigError(
-                    f"{flag(field.name)} is {one} for {first} and {two} for {second}, which run in "
-                    "one launch: give both the same"
+                    f"{flag(field.name)} is {first[1]} for {first[0]} and {mine[1]} for {mine[0]}, "
+                    "which run in one launch: give it once"
                 )
-    return parsed
+    changed: dict[str, Any] = {name: value for name, (_, value) in given.items()}
+    shared: RunOptions = replace(parsed[0].options, **changed)
+    return shared
 
 
 def _changed_flags(config: Any, swept: Sequence[str] = ()) -> str:

@@ -164,8 +164,17 @@ def test_one_launch_takes_several_workloads(tmp_path, capsys):
     named = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert named[-2:] == ["train", "train"]
     assert set(named[:-2]) == {"matmul"}
-    with pytest.raises(ConfigError, match="--dry-run is True for matmul and False for train"):
-        main([*words[:-3], "--results", str(tmp_path)])
+
+
+def test_flags_of_a_launch_hold_for_all_its_workloads():
+    words = "matmul --results R + train --run_timeout_s=7 + links --resume --results R"
+    matmul, train, links = parse_all(words.split())
+    assert matmul.options == train.options == links.options
+    shared = matmul.options
+    assert (str(shared.results), shared.run_timeout_s, shared.resume) == ("R", 7.0, True)
+    refused = "--results is R for matmul and S for train, which run in one launch: give it once"
+    with pytest.raises(ConfigError, match=refused):
+        parse_all(["matmul", "--results", "R", "+", "train", "--results", "S"])
 
 
 def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys):
