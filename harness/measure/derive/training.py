@@ -48,6 +48,8 @@ class TrainingSummary:
         slowed_compute_s: contention: median compute in a step minus that in steps without
             synchronisation. The second estimate includes it, the first does not.
         last_loss_step: of a run that ended before the losses of its last steps were summed.
+        no_sync_exposed_low_s, slowed_compute_low_s: the least that the intervals of the two medians
+            leave; the difference is within noise unless it is above 0.
         validation_loss, accuracy: on held-out samples after the last epoch, by the parameters; the
             others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
@@ -73,7 +75,9 @@ class TrainingSummary:
     communication_s: float | None = None
     exposed_communication_s: float | None = None
     no_sync_exposed_s: float | None = None
+    no_sync_exposed_low_s: float | None = None
     slowed_compute_s: float | None = None
+    slowed_compute_low_s: float | None = None
     overlap: float | None = None
     synchronisations_per_s: float | None = None
     flops_per_s: float | None = None
@@ -300,14 +304,18 @@ def _communication(
             table.phases["exposed_communication"] for table in tables
         )
     if slowest := [*largest_by_step(run, "no_sync_step_s").values()]:
-        numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
+        without = summarize(slowest)
+        numbers["no_sync_exposed_s"] = duration.median - without.median
+        numbers["no_sync_exposed_low_s"] = duration.low - without.high
     by_step = values_by_step(run, "no_sync_compute_s")
     without_s = [
         s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working
     ]
     if without_s and tables:
-        with_s = np.concatenate([table.compute_s for table in tables])
-        numbers["slowed_compute_s"] = float(np.median(with_s) - np.median(without_s))
+        beside = summarize(np.concatenate([table.compute_s for table in tables]).tolist())
+        alone = summarize(without_s)
+        numbers["slowed_compute_s"] = beside.median - alone.median
+        numbers["slowed_compute_low_s"] = beside.low - alone.high
     if started := [*largest_by_step(run, "n_synchronisations").values()]:
         numbers["synchronisations_per_s"] = float(np.median(started)) / duration.median
     return numbers

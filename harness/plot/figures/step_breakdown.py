@@ -23,7 +23,7 @@ from harness.units import format_number
 ESTIMATES = ("communication_s", "no_sync_exposed_s", "slowed_compute_s", "overlap")
 WORDS = {
     "host_to_device": "host to device",
-    "exposed_communication": "exposed communication",
+    "exposed_communication": "exposed communication and waits",
     "other": "other (no span)",
 }
 
@@ -75,12 +75,15 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) ->
 FIGURE = Figure(
     caption=(
         "The mean step of the ranks that compute, split into phases. Exposed communication is the "
-        "part of the transfers that no computation hides; a better link or strategy can shorten "
-        "it. Other is time without a span. The table has a second estimate of exposed "
-        "communication (no sync exposed): the step minus a step without communication. It "
-        "includes slowed compute, the slowdown of computation by concurrent transfers. In a "
-        "pipeline the second estimate is much smaller, because it is of the slowest rank, while "
-        "the first is a mean over ranks, most of which wait for that one."
+        "part of the transfers that no computation hides, and contains waiting for the other "
+        "rank, which cannot be told from the transfer. In a pipeline most of it is waiting for "
+        "other stages (see the figure of the bubble); in data parallelism a better link or "
+        "strategy can shorten it. Other is time without a span. The table has a second estimate "
+        "of exposed communication (no sync exposed): the step minus a step without communication, "
+        "within noise where it is below 0. It includes slowed compute, the slowdown of "
+        "computation by concurrent transfers. In a pipeline the second estimate is much smaller, "
+        "because it is of the slowest rank, while the first is a mean over ranks, most of which "
+        "wait for that one."
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",

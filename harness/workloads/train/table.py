@@ -96,7 +96,7 @@ _COLUMNS: dict[str, Callable[[StrategyRow, Sequence[Repeat]], str]] = {
     "samples/s": lambda row, _: cell(row.throughput, format_number),
     "step": lambda row, _: cell(row.median_s, format_duration),
     "99% interval": lambda row, _: interval_words(row.interval) if row.interval else "-",
-    "exposed comm": lambda _, found: cell(
+    "exposed comm, waits": lambda _, found: cell(
         known_mean(s.exposed_communication_s for _, s in found), format_duration
     ),
     "bubble": lambda _, found: cell(known_median(_bubble(run) for run, _ in found), ".0%"),
@@ -175,7 +175,8 @@ def _rows_of_repeats(
 
 
 _PARTS = ("phases", "communication_s", "exposed_communication_s", "no_sync_exposed_s",
-          "slowed_compute_s", "overlap")  # fmt: skip
+          "no_sync_exposed_low_s", "slowed_compute_s", "slowed_compute_low_s",
+          "overlap")  # fmt: skip
 _RATES = ("throughput", "synchronisations_per_s", "flops_per_s", "mfu", "mfu_without_scores",
           "mfu_of_measured_peak", "sent_bytes_per_s", "received_bytes_per_s")  # fmt: skip
 
@@ -218,6 +219,13 @@ def _loss(summary: TrainingSummary) -> str:
 _Columns = dict[str, Callable[[TrainingSummary], str]]
 
 
+def _difference(seconds: float | None, low_s: float | None) -> str:
+    """Seconds that communication adds, with a note unless they are above 0 beyond doubt."""
+    is_clear = seconds is not None and low_s is not None and min(seconds, low_s) > 0
+    note = "" if seconds is None or is_clear else " (within noise)"
+    return cell(seconds, format_duration) + note
+
+
 def _phase(name: str) -> Callable[[TrainingSummary], str]:
     return lambda s: format_duration(s.phases.get(name, 0.0))
 
@@ -239,16 +247,16 @@ _PHASES: _Columns = {
     "h2d": _phase("host_to_device"),
     "forward": _phase("forward"),
     "backward": _phase("backward"),
-    "exposed comm": _phase("exposed_communication"),
+    "exposed comm, waits": _phase("exposed_communication"),
     "optimizer": _phase("optimizer"),
     "other": _phase("other"),
 }
 _COMMUNICATION: _Columns = {
     "communication": lambda s: cell(s.communication_s, format_duration),
     "overlapped": lambda s: cell(s.overlap, ".0%"),
-    "exposed": lambda s: cell(s.exposed_communication_s, format_duration),
-    "step - no_sync": lambda s: cell(s.no_sync_exposed_s, format_duration),
-    "compute slowed": lambda s: cell(s.slowed_compute_s, format_duration),
+    "exposed, waits": lambda s: cell(s.exposed_communication_s, format_duration),
+    "step - no_sync": lambda s: _difference(s.no_sync_exposed_s, s.no_sync_exposed_low_s),
+    "compute slowed": lambda s: _difference(s.slowed_compute_s, s.slowed_compute_low_s),
     "sync/s": lambda s: cell(s.synchronisations_per_s, format_number),
     "sent": lambda s: cell(s.sent_bytes_per_s, format_bandwidth),
     "received": lambda s: cell(s.received_bytes_per_s, format_bandwidth),

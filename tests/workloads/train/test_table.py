@@ -157,6 +157,22 @@ def test_rates_over_repeats_are_of_the_median_step():
     assert "  3 GFLOP/s" in train_text(runs)  # 18 GFLOP in 6 s, not the mean of two rates
 
 
+def test_differences_that_may_be_zero_are_within_noise():
+    (run,) = runs = [make_run("ddp", 0)]
+    # Steps of 4 s with 2 s of computing; without communication 3 s, or 1 s to 5 s.
+    without = {0: {"step": [3.0] * 8, "compute": [1.0, 2.5, *[1.5] * 6]}, 1: {}}
+    for rank, times in without.items():
+        run.ranks[rank].append(Span(kind="communication", start_s=0.5, duration_s=0.2, step=0))
+        run.ranks[rank] += [
+            Sample(metric=f"no_sync_{name}_s", value=value, step=step)
+            for name, values in times.items()
+            for step, value in enumerate(values)
+        ]
+    heads, cells = map(cells_of, train_text(runs).split("\n\n")[2].splitlines())
+    shown = dict(zip(heads, cells, strict=True))
+    assert (shown["step - no_sync"], shown["compute slowed"]) == ("1 s", "500 ms (within noise)")
+
+
 def test_microbatches_that_were_asked_for_are_rows_of_their_own():
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[0] for row in rows(runs)[1:3]}
