@@ -104,15 +104,20 @@ _ROUNDING = 1e-9
 _LEAST_INTERVAL_S = 0.1  # between two texts of the progress line
 
 
-def result_lines(result: PlanResult, title: str = "") -> list[str]:
-    """The plan, why it was chosen, what the others cost, and memory."""
+def result_lines(result: PlanResult, title: str = "", ratios: str = "") -> list[str]:
+    """The plan, why it was chosen, what the others cost, and memory.
+
+    Args:
+        title, ratios: how fast it is, and how fast beside standard strategies, where measured.
+    """
     step = f"{format_duration(result.predicted_step_s)} per step"
     title = title or f"best plan by {result.cost}: {step}"
     if result.interrupted:
         title += " (interrupted: best so far)"
-    ratios = f"predicted {result.speedup_over_single:.2f} times as fast as one device"
-    if not math.isnan(result.speedup_over_ddp):
-        ratios += f", {result.speedup_over_ddp:.2f} times as fast as data parallel"
+    if not ratios:
+        ratios = f"predicted {result.speedup_over_single:.2f} times as fast as one device"
+        if not math.isnan(result.speedup_over_ddp):
+            ratios += f", {result.speedup_over_ddp:.2f} times as fast as data parallel"
     lines = [
         title,
         f"  {ratios}",

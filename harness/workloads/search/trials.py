@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.measure.statistics import paired_ratio
 from harness.measure.text import table
+from harness.plan.costs import PlanResult
 from harness.plan.portfolio import Searched
 from harness.plan.search.objective import Candidate
 from harness.runtime.data import DataOptions, open_data
@@ -154,12 +156,14 @@ def worth_trying(found: Searched, most: int) -> list[Candidate]:
 def unlike_first(ranked: Sequence[Candidate]) -> list[Candidate]:
     """The first of each schedule and sharded state, of one device and of those without stages, then
     the others, because predictions of like plans err alike."""
-    firsts = {
-        (c.n_devices > 1, len(s.stages) > 1 and s.schedule, s.shard_state): c
-        for c in reversed(ranked)
-        for s in (c.strategy,)
-    }
+    firsts = {_likeness(candidate): candidate for candidate in reversed(ranked)}
     return sorted(ranked, key=lambda candidate: candidate not in firsts.values())
+
+
+def _likeness(candidate: Candidate) -> tuple[object, ...]:
+    strategy = candidate.strategy
+    schedule = len(strategy.stages) > 1 and strategy.schedule
+    return candidate.n_devices > 1, schedule, strategy.shard_state
 
 
 def try_out(search_config: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:
@@ -257,6 +261,45 @@ def trial_title(tried: Sequence[Tried]) -> str:
         f"fastest of {len(tried)} plans that were tried: {format_duration(measured)} per step, "
         f"predicted {format_duration(predicted)}"
     )
+
+
+def trial_ratios(tried: Sequence[Tried], result: PlanResult) -> str:
+    """How fast the fastest plan is beside one device and data parallel: measured where these were
+    tried too, else predicted; empty if none was tried."""
+    if not tried:
+        return ""
+    measured = {candidate.method: place.duration_s for candidate, place in tried}
+    fastest_s, parts = tried[0].place.duration_s, []
+    for name, words, predicted in (
+        ("single", "one device", result.speedup_over_single),
+        ("ddp", "data parallel", result.speedup_over_ddp),
+    ):
+        if name in measured:
+            ratio = measured[name] / fastest_s
+            parts.append(f"measured {ratio:.2f} times as fast as {words}")
+        elif not math.isnan(predicted):
+            parts.append(f"predicted {predicted:.2f} times as fast as {words} (not tried)")
+    return ", ".join(parts)
+
+
+def trial_doubts(tried: Sequence[Tried], ranked: Sequence[Candidate]) -> list[str]:
+    """A warning if a plan unlike all that were tried may be faster, because the predictions of
+    these are further off than the plan's is slower."""
+    if not tried:
+        return []
+    likenesses = {_likeness(candidate) for candidate, _ in tried}
+    others = [candidate for candidate in ranked if _likeness(candidate) not in likenesses]
+    ratios = [candidate.step_s / place.duration_s for candidate, place in tried]
+    factor = max(max(ratio, 1 / ratio) for ratio in ratios)
+    nearest = min(others, key=lambda candidate: candidate.step_s, default=None)
+    if nearest is None or nearest.step_s >= factor * tried[0].candidate.step_s:
+        return []
+    gap = nearest.step_s / tried[0].candidate.step_s - 1
+    return [
+        f"warning: predictions of the tried plans are up to {factor:.3g} times off; "
+        f"{nearest.method}, which was not tried and is predicted to take {gap:+.0%}, may be "
+        "faster: run profile and links again on idle devices, or train it, too"
+    ]
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:

@@ -34,7 +34,14 @@ from harness.workloads.planning.inputs import (
     profile_need,
     read_inputs,
 )
-from harness.workloads.search.trials import Tried, trial_lines, trial_title, try_out
+from harness.workloads.search.trials import (
+    Tried,
+    trial_doubts,
+    trial_lines,
+    trial_ratios,
+    trial_title,
+    try_out,
+)
 
 
 class _Searcher:
@@ -87,6 +94,12 @@ class _Searcher:
         )
         return result, prediction
 
+    def lines(self, result: PlanResult, tried: list[Tried]) -> list[str]:
+        """The answer for people, with the trial steps."""
+        assert self.found is not None
+        answer = result_lines(result, trial_title(tried), trial_ratios(tried, result))
+        return [*answer, *trial_lines(tried), *trial_doubts(tried, self.found.ranked())]
+
 
 def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
     """Search on rank 0, try the best plans on all ranks, and write the chosen plan and its
@@ -110,7 +123,7 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
         "speedup_over_ddp": result.speedup_over_ddp,
         "n_proposals": result.n_proposals,
         "search_s": prediction.search_s,
-        "text": [*result_lines(result, trial_title(tried)), *trial_lines(tried)],
+        "text": searcher.lines(result, tried),
     }
 
 

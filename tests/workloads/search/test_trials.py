@@ -1,6 +1,7 @@
 """Which plans are tried, and races of candidates whose times are written down."""
 
 import itertools
+from types import SimpleNamespace
 
 from made_graphs import GB, layers, request_of
 
@@ -15,6 +16,8 @@ from harness.workloads.search.trials import (
     Tried,
     places,
     race,
+    trial_doubts,
+    trial_ratios,
     trial_title,
     unlike_first,
     worth_trying,
@@ -88,6 +91,40 @@ def test_the_title_names_what_was_measured():
     ]
     title = "fastest of 2 plans that were tried: 10 ms per step, predicted 5 ms"
     assert (trial_title(tried), trial_title([])) == (title, "")
+
+
+def named(method, step_s, n_devices=4, n_stages=1):
+    operators = {"a": OperatorPlan({}, list(range(n_devices)))}
+    stages = [Stage()] * n_stages
+    strategy = Strategy(name="searched", batch=8, operators=operators, stages=stages)
+    return Candidate(method, step_s, strategy)
+
+
+def test_only_plans_that_were_tried_are_compared_by_measured_steps():
+    result = SimpleNamespace(speedup_over_single=3.0, speedup_over_ddp=0.81)
+    fastest = Tried(named("gpipe", 0.065, n_stages=2), Place(index=0, duration_s=0.014, n_rounds=4))
+    ddp = Tried(named("ddp", 0.053), Place(index=1, duration_s=0.028, n_rounds=4))
+    single = "predicted 3.00 times as fast as one device (not tried), "
+    untried = "predicted 0.81 times as fast as data parallel (not tried)"
+    assert trial_ratios([fastest], result) == single + untried
+    compared = "measured 2.00 times as fast as data parallel"
+    assert trial_ratios([fastest, ddp], result) == single + compared
+    assert trial_ratios([], result) == ""
+
+
+def test_a_plan_that_was_not_tried_is_named_if_predictions_are_further_off_than_its_gap():
+    ddp, gpipe, like = named("ddp", 0.06), named("gpipe", 0.05, n_stages=2), named("dp", 0.051)
+    off = Tried(gpipe, Place(index=0, duration_s=0.025, n_rounds=4))
+    near = Tried(gpipe, Place(index=0, duration_s=0.049, n_rounds=4))
+    (line,) = trial_doubts([off], [gpipe, ddp])
+    assert line == (
+        "warning: predictions of the tried plans are up to 2 times off; ddp, which was not tried "
+        "and is predicted to take +20%, may be faster: run profile and links again on idle "
+        "devices, or train it, too"
+    )
+    assert trial_doubts([near], [gpipe, ddp]) == []
+    assert trial_doubts([off, Tried(like, off.place)], [gpipe, like, ddp]) == []
+    assert trial_doubts([], [gpipe, ddp]) == []
 
 
 def test_the_state_of_all_tried_plans_fits_beside_the_activations_of_each():
