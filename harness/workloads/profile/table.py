@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from harness.domain.graph import Graph
@@ -21,6 +22,8 @@ _N_HEAVIEST = 12
 _FAITHFUL = (0.8, 1.25)
 _TENSOR_CORE_DTYPES = (DTYPE_NAMES["bf16"], DTYPE_NAMES["fp16"])
 _MOST_OF_STEP = 0.5
+_LOOSE = 0.5  # error of a fit above which planning is a guess
+_N_WORST = 3
 
 
 @for_each_run
@@ -74,7 +77,9 @@ def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
         found = [time for _, time in _times(profile, graph, kind)]
         if not found and kind not in kinds:
             continue  # of other runs, with other shapes of the operators
-        errors = sorted(fit_errors(profile, graph, kind, _dtype(profile)).values())
+        fits = fit_errors(profile, graph, kind, _dtype(profile))
+        warnings += _loose_fits(kind, fits, graph)
+        errors = sorted(fits.values())
         step = steps.get(kind)
         rows.append(
             [
@@ -105,6 +110,21 @@ def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "calibration",
              "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *warnings])
+
+
+def _loose_fits(kind: str, fits: Mapping[str, float], graph: Graph) -> list[str]:
+    """A line if operators' times do not follow from those at other shapes; names the worst."""
+    loose = {key: error for key, error in fits.items() if error > _LOOSE}
+    if not loose:
+        return []
+    names = {operator.profile_key: operator.name for operator in reversed(graph.operators)}
+    worst = sorted(loose.items(), key=itemgetter(1), reverse=True)[:_N_WORST]
+    named = ", ".join(f"{names[key]} {error:.0%}" for key, error in worst)
+    return [
+        f"warning: {kind}: the fits of {len(loose)} of {len(fits)} operators err by over "
+        f"{_LOOSE:.0%} (most: {named}): delete the profile, and run it again on idle devices with "
+        "more --min-samples or --rounds"
+    ]
 
 
 def _order_advice(profile: Profile, graph: Graph) -> str:

@@ -5,7 +5,7 @@ import pytest
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.sharding import has_tasks
 from harness.runtime.capture.capture import capture_model
-from harness.workloads.profile.table import _order_advice, _sums
+from harness.workloads.profile.table import _loose_fits, _order_advice, _sums
 
 
 def profiled(graph, steps, dtype="float32"):
@@ -35,6 +35,20 @@ def test_a_gpu_that_waits_for_its_host_is_named_with_the_batch_at_which_it_stops
         "gpu: its host queues a step in 25 ms, so any batch below about 20 samples takes as long: "
         "use larger microbatches"
     )
+
+
+def test_the_worst_of_fits_that_err_by_more_than_half_are_named():
+    graph = capture_model("lenet", 32)
+    keys = list(dict.fromkeys(op.profile_key for op in graph.operators))[:3]
+    errors = dict(zip(keys, (0.2, 1.92, 9.05), strict=True))
+    names = [next(op.name for op in graph.operators if op.profile_key == key) for key in keys]
+    (line,) = _loose_fits("cpu", errors, graph)
+    assert line == (
+        "warning: cpu: the fits of 2 of 3 operators err by over 50% "
+        f"(most: {names[2]} 905%, {names[1]} 192%): delete the profile, and run it again on idle "
+        "devices with more --min-samples or --rounds"
+    )
+    assert _loose_fits("cpu", {keys[0]: 0.5}, graph) == []
 
 
 @pytest.mark.parametrize(
