@@ -50,8 +50,8 @@ workloads:
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, all
 workloads run and compare training strategies for --model at the global batch --batch-size in
 --dtype; each of these flags has a default. The flags that all workloads share are accepted too:
---results, --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s. In
-a launch of several workloads (`+`) such a flag, given once, holds for all.
+--results, --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+In a launch of several workloads (`+`) such a flag, given once, holds for all.
 Draw figures and the report from results with: python -m harness.plot results/
 
 exit codes: 0 every run is ok or out of memory, 1 a run failed and no other run completed it,
