@@ -181,6 +181,11 @@ def _work(
         runs = launcher.read(headers)
         try:
             _print_tables(runs)
+            if name and runs:
+                # To the tables' stream: mpirun would write a line of another one into their midst.
+                path = shlex.quote(str(options.results))
+                drawn_by = f"python -m harness.plot {path}"
+                print(f"\nresults are in {path}; {drawn_by} draws them", flush=True)
         except OSError:  # its reader has gone (`| head`), or its disk is full
             errors.drop_output()
         if not name:
@@ -189,9 +194,6 @@ def _work(
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
             if world.size > 1 and not ended:
                 _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
-        elif runs:
-            path = shlex.quote(str(options.results))
-            _log.info("results are in %s; python -m harness.plot %s draws them", path, path)
     meeting.leave()
     if ended and world.is_first:
         raise ended
