@@ -25,7 +25,7 @@ class DoubtKind(StrEnum):
     PEAK = "Measured peak too low"
     MFU = "MFU above 1"
     TRAFFIC = "More traffic than predicted"
-    LATENCY = "Latencies of pairs disturbed"
+    LINKS = "Links disturbed or measured too low"
     LEFT_OUT = "Measurements left out"
     VERSIONS = "Versions or settings differ between runs"
 

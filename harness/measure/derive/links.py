@@ -5,6 +5,7 @@ iteration is the maximum over ranks; rates use the median time.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,7 +17,8 @@ from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
-from harness.units import format_duration
+from harness.measure.text import noise_texts
+from harness.units import format_bytes, format_duration
 
 _DISTURBED = 3  # times the latency that its median may be
 HALVED = ("all_gather", "reduce_scatter", "all_to_all")
@@ -45,6 +47,7 @@ class LinkMatrix:
             directions, because either is half of a way there and back.
         median_latency_s: median half of a round trip of each direction, shape (n, n).
         bandwidth_bytes_per_s: largest message over its median time, shape (n, n).
+        transfers: seconds of the largest message, by source and target.
         n_bytes: size of the largest message.
     """
 
@@ -53,6 +56,7 @@ class LinkMatrix:
     latency_s: np.ndarray
     median_latency_s: np.ndarray
     bandwidth_bytes_per_s: np.ndarray
+    transfers: dict[tuple[int, int], Summary]
     n_bytes: int
 
 
@@ -152,15 +156,20 @@ def _link_matrix(
     for (source, target, _), values in latencies.items():
         shortest[source, target], middle[source, target] = min(values), np.median(values)
     n_bytes = max((key[2] for key in transfers), default=0)
-    for (source, target, size), values in transfers.items():
-        if size == n_bytes:
-            bandwidth[source, target] = size / np.median(values)
+    largest = {
+        (source, target): summarize(values, shortest=0)
+        for (source, target, size), values in transfers.items()
+        if size == n_bytes
+    }
+    for pair, time in largest.items():
+        bandwidth[pair] = n_bytes / time.median
     return LinkMatrix(
         transport=transport,
         names=_rank_names(run, n),
         latency_s=np.where(np.isnan(shortest), np.nan, np.fmin(shortest, shortest.T)),
         median_latency_s=middle,
         bandwidth_bytes_per_s=bandwidth,
+        transfers=largest,
         n_bytes=n_bytes,
     )
 
@@ -178,6 +187,43 @@ def disturbed_text(matrix: LinkMatrix) -> str:
         f"the median half round trip over {matrix.transport} is over {_DISTURBED} times the "
         f"shortest on {n_far} of {np.count_nonzero(ratios)} links (most: {matrix.names[a]} to "
         f"{matrix.names[b]}, {middle} and {shortest}): other work disturbs the links, measure again"
+    )
+
+
+def above_link_text(run: Headed, rows: Iterable[CollectiveRow], best: Mapping[str, float]) -> str:
+    """How many collectives exceed the bandwidth of the link, with the highest; empty if none does.
+
+    Args:
+        best: of `best_links_bytes_per_s`, where the NICs' rate is not known.
+    """
+    nic = nic_limit_bytes_per_s(run)
+    limits = [(row, nic or best.get(row.transport)) for row in rows]
+    shares = [(row.busbw / limit, row) for row, limit in limits if limit]
+    above = [one for one in shares if one[0] > 1]
+    if not above:
+        return ""
+    share, most = max(above, key=lambda one: one[0])
+    return (
+        f"{len(above)} of {len(shares)} collectives are above 100 % of the link (most: "
+        f"{most.operation} {most.transport} {format_bytes(most.n_bytes)}, {share:.0%}): the link "
+        "was measured too low, or ranks share a host"
+    )
+
+
+def link_noise(collectives: Iterable[CollectiveRow], matrices: Iterable[LinkMatrix]) -> list[str]:
+    """A line where the samples of collectives, or of the largest message of pairs, vary."""
+    return noise_texts(
+        {
+            "links": [
+                (f"{m.names[a]} to {m.names[b]} over {m.transport}", time)
+                for m in matrices
+                for (a, b), time in m.transfers.items()
+            ],
+            "collectives": [
+                (f"{row.operation} {row.transport} {format_bytes(row.n_bytes)}", row.time)
+                for row in collectives
+            ],
+        }
     )
 
 

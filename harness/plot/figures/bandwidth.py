@@ -8,6 +8,7 @@ from harness.measure.derive.links import nic_limit_bytes_per_s
 from harness.plot.catalog import Catalog, RepeatGroup, merged
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
+    FAILED,
     LIMIT,
     MUTED,
     grid_panels,
@@ -34,8 +35,11 @@ def _numbers(rows: list[Any], case: RepeatGroup) -> dict[str, Any]:
     first, time = rows[0], merged([row.time for row in rows])
     links = [run.best_links_bytes_per_s.get(first.transport, 0.0) for run in case.runs]
     moved_bytes = first.busbw * first.time.median
+    busbw = moved_bytes / time.median
+    limit = nic_limit_bytes_per_s(case.runs[0]) or max(links)
     return {
         "best_link_bytes_per_s": max(links) or None,
+        "is_above_link": bool(limit) and busbw > limit,
         "label": f"{case.cluster} · {first.transport}",
         "n_repeats": len(rows),
         "operation": first.operation,
@@ -45,7 +49,7 @@ def _numbers(rows: list[Any], case: RepeatGroup) -> dict[str, Any]:
         "time_s": time.median,
         "cv": time.cv,
         "algbw_bytes_per_s": first.n_bytes / time.median,
-        "busbw_bytes_per_s": moved_bytes / time.median,
+        "busbw_bytes_per_s": busbw,
         "low_bytes_per_s": moved_bytes / time.high,
         "high_bytes_per_s": moved_bytes / time.low,
     }
@@ -90,6 +94,9 @@ def _draw_panel(
             marker=marker,
             label=str(operation),
         )
+        above = points[points["is_above_link"].astype(bool)]
+        rates = above["busbw_bytes_per_s"] * 1e-9
+        axes.plot(above["size_bytes"], rates, "x", color=FAILED, ms=9)
         axes.fill_between(
             points["size_bytes"],
             points["low_bytes_per_s"] * 1e-9,
@@ -124,7 +131,8 @@ FIGURE = Figure(
         "median time of the slowest rank, scaled by the factor of nccl-tests, so that a perfect "
         "ring reaches the speed of the link for any number of ranks. Dashed: the limit of the "
         "slowest NIC. Dotted: the best bandwidth measured between two nodes (on one node: two "
-        "ranks) over this transport, in any repeat. Latency limits small messages. "
+        "ranks) over this transport, in any repeat. A red cross marks a rate above the limit: the "
+        "link was measured too low, or ranks share a host. Latency limits small messages. "
         f"{spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.plot.catalog import RepeatGroup
+from harness.plot.catalog import RepeatGroup, merged
 from harness.plot.figures import Axes, Canvas, Figure, Rows, of_workload
 from harness.plot.style import MUTED, WIDTH_IN, note_failures, plain_log_axis, shorten, wrap_label
 from harness.units import format_bytes
@@ -37,7 +37,7 @@ def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
         "latency_s": np.stack([m.latency_s for m in like]),
         "median_latency_s": np.stack([m.median_latency_s for m in like]),
     }
-    rows = []
+    rows: Rows = []
     for i, source in enumerate(names):
         for j, target in enumerate(names):
             known = {k: s[:, i, j][~np.isnan(s[:, i, j])] for k, s in stacks.items()}
@@ -55,8 +55,17 @@ def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
                     "message_bytes": like[0].n_bytes or None,
                 }
                 | {k: _median(k, v) if v.size else None for k, v in known.items()}
+                | _spread([m for m in like if (i, j) in m.transfers], (i, j))
             )
     return rows
+
+
+def _spread(matrices: list[Any], pair: tuple[int, int]) -> dict[str, float]:
+    if not matrices:
+        return {}
+    time, n_bytes = merged([m.transfers[pair] for m in matrices]), matrices[0].n_bytes
+    ends = {"low_bytes_per_s": n_bytes / time.high, "high_bytes_per_s": n_bytes / time.low}
+    return ends | {"cv": time.cv}
 
 
 def _median(column: str, values: np.ndarray) -> float:

@@ -1,6 +1,7 @@
 """The links workload: measure every link and collective, and write the cluster file."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +13,12 @@ from harness.errors import ConfigError
 from harness.measure.derive.links import (
     CollectiveRow,
     LinkMatrix,
+    above_link_text,
     best_links_bytes_per_s,
     collective_table,
     disturbed_text,
     link_matrices,
+    link_noise,
     nic_limit_bytes_per_s,
     overhead_table,
 )
@@ -202,10 +205,12 @@ def _write_cluster(
 def links_text(run: Run) -> list[str]:
     """The tables of a run."""
     left_out = run.header.texts("left_out")
+    matrices, rows, best = link_matrices(run), collective_table(run), best_links_bytes_per_s(run)
     return [
-        *(_matrix(matrix) for matrix in link_matrices(run)),
-        _collectives(run),
+        *(_matrix(matrix) for matrix in matrices),
+        _collectives(run, rows, best),
         _overhead(run),
+        "\n".join(f"warning: {text}" for text in link_noise(rows, matrices)),
         "\n".join(f"left out: {text}" for text in left_out),
     ]
 
@@ -216,7 +221,7 @@ def _matrix(matrix: LinkMatrix) -> str:
     parts = []
     for title, show in (
         ("half round trip, shortest (median)", _latency),
-        (f"bandwidth at {format_bytes(matrix.n_bytes)}", _bandwidth),
+        (f"bandwidth at {format_bytes(matrix.n_bytes)} (CV)", _bandwidth),
     ):
         rows = [
             [name, *(show(matrix, (source, target)) for target in range(len(matrix.names)))]
@@ -236,16 +241,19 @@ def _latency(matrix: LinkMatrix, pair: Pair) -> str:
 
 def _bandwidth(matrix: LinkMatrix, pair: Pair) -> str:
     bandwidth = float(matrix.bandwidth_bytes_per_s[pair])
-    return "-" if np.isnan(bandwidth) else format_bandwidth(bandwidth)
+    if np.isnan(bandwidth):
+        return "-"
+    return f"{format_bandwidth(bandwidth)} ({matrix.transfers[pair].cv:.0%})"
 
 
-def _collectives(run: Run) -> str:
-    limit, best = nic_limit_bytes_per_s(run), best_links_bytes_per_s(run)
+def _collectives(run: Run, rows: Sequence[CollectiveRow], best: Mapping[str, float]) -> str:
+    limit = nic_limit_bytes_per_s(run)
     name = "of best link" if limit is None else "of NIC limit"
     heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", name]
-    return columns(
-        heads, [_cells(row, limit or best.get(row.transport)) for row in collective_table(run)]
-    )
+    lines = [columns(heads, [_cells(row, limit or best.get(row.transport)) for row in rows])]
+    if doubt := above_link_text(run, rows, best):
+        lines.append(f"warning: rows with !: {doubt}")
+    return "\n".join(lines)
 
 
 def _overhead(run: Run) -> str:
@@ -268,8 +276,12 @@ def _cells(row: CollectiveRow, limit: float | None) -> list[str]:
         f"{row.time.cv:.0%}",
         format_bandwidth(row.algbw),
         format_bandwidth(row.busbw),
-        f"{row.busbw / limit:.0%}" if limit else "-",
+        _share(row.busbw / limit) if limit else "-",
     ]
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" + (" !" if share > 1 else "")
 
 
 WORKLOAD = Workload(

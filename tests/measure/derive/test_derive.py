@@ -17,11 +17,13 @@ from harness.measure.derive.devices import (
 )
 from harness.measure.derive.doubts import DoubtKind, outliers
 from harness.measure.derive.links import (
+    above_link_text,
     best_links_bytes_per_s,
     bus_factor,
     collective_table,
     disturbed_text,
     link_matrices,
+    link_noise,
     nic_limit_bytes_per_s,
 )
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
@@ -31,6 +33,8 @@ from harness.measure.derive.training import (
     training_summary,
     with_outliers_of_repeats,
 )
+from harness.measure.text import rate_interval_words
+from harness.units import format_bandwidth, format_flops
 
 
 def make_run(ranks, *, peak=None, nic_bytes_per_s=None, config=None, **changes):
@@ -283,7 +287,8 @@ def matmul(rank_times, **more):
 def test_matmul_rate_is_of_the_median_time():
     (row,) = matmul_table(matmul([{100: [1.0, 4.0, 2.0]}]))
     assert row.flops_per_s == 2e6 / 2.0
-    assert (row.low, row.high, row.max_flops_per_s) == (2e6 / 4.0, 2e6, 2e6)
+    words = rate_interval_words(row.time, 2e6, format_flops)
+    assert (words, row.max_flops_per_s) == ("500000 FLOP/s to 2 MFLOP/s (range)", 2e6)
     assert not row.is_above_peak
 
 
@@ -299,7 +304,9 @@ def test_memory_bandwidth_counts_reads_and_writes():
         for step, time_s in enumerate((1.0, 3.0, 2.0))
     ]
     copy, triad = memory_table(make_run([samples], workload="matmul"))
-    assert (copy.kernel, copy.bytes_per_s, copy.low, copy.high) == ("copy", 600, 400, 1200)
+    assert (copy.kernel, copy.bytes_per_s) == ("copy", 600)
+    words = rate_interval_words(copy.time, 1200.0, format_bandwidth)
+    assert words == "400 B/s to 1.2 kB/s (range)"
     assert (triad.kernel, triad.bytes_per_s) == ("triad", 900)
 
 
@@ -398,6 +405,30 @@ def test_latency_is_the_shortest_of_both_directions_and_a_far_median_is_said():
         "the median half round trip over gloo is over 3 times the shortest on 1 of 2 links (most: "
         "node1 to node0, 900 us and 100 us): other work disturbs the links, measure again"
     )
+
+
+def test_collectives_above_the_link_are_counted_and_noise_is_said():
+    labels = {"source": 0, "target": 1, "transport": "gloo", "n_bytes": 1000}
+    samples = [
+        Sample(metric="link_transfer_s", value=value, labels=labels) for value in (1.0, 1.0, 4.0)
+    ]
+    for n_bytes, value in ((1 << 10, 0.5), (1 << 20, 2000.0)):
+        of_size = {"operation": "broadcast", "transport": "gloo", "n_bytes": n_bytes}
+        samples.append(Sample(metric="collective_s", value=value, labels=of_size, step=0))
+    run = make_run([samples, []], workload="links")
+    rows, best = collective_table(run), best_links_bytes_per_s(run)
+    assert above_link_text(run, rows, best) == (
+        "1 of 2 collectives are above 100 % of the link (most: broadcast gloo 1 KiB, 205%): the "
+        "link was measured too low, or ranks share a host"
+    )
+    assert above_link_text(run, rows[1:], best) == ""
+    (matrix,) = link_matrices(run)
+    assert matrix.transfers[0, 1].cv == pytest.approx(3**0.5 / 2)
+    assert link_noise(rows, [matrix]) == [
+        "samples of 1 of 1 links vary (most: node0 to node1 over gloo, standard deviation is 87% "
+        "of the mean, minimum is 50% below the mean, maximum is 100% above the mean): end other "
+        "work and measure again"
+    ]
 
 
 def test_the_best_link_is_that_of_each_transport():

@@ -336,6 +336,16 @@ def test_bandwidth_carries_the_limit_of_the_link(catalog):
     row = row_of(table, operation="all_reduce", transport="nccl", size_bytes=2**24)
     assert row["busbw_bytes_per_s"] == 1.6 * row["algbw_bytes_per_s"]
     assert 0.9 * 1.17e8 < row["busbw_bytes_per_s"] < 1.17e8
+    assert not table["is_above_link"].any()
+
+
+def test_collectives_above_the_limit_of_the_link_are_marked(tmp_path):
+    run = make_header("links", {}, make_cluster(5), run_id="links")
+    write_run(tmp_path, run, links_records(bandwidth=2.5e8))  # the NIC has half of it
+    table = table_of("bandwidth", catalog_of(tmp_path))
+    fast = table["busbw_bytes_per_s"] > 1.25e8
+    assert fast.any()
+    assert (table["is_above_link"] == fast).all()
 
 
 def test_heat_map_shows_the_slow_node_in_both_directions(catalog):

@@ -156,7 +156,9 @@ def test_every_pair_and_collective_is_measured_checked_and_written():
         pair = names.index(link.source), names.index(link.target)
         assert link.latency_s == matrices[0].latency_s[pair]
     assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
-    assert "half round trip" in links_text([run])
+    text = links_text([run])
+    assert "half round trip, shortest (median)" in text
+    assert "bandwidth at 256 KiB (CV)" in text
     # Local ranks copy and add up on the cores that compute.
     rows = overhead_table(run)
     taken = [device.host_s_per_byte for device in cluster.devices]
