@@ -163,18 +163,26 @@ class OptimizerStep(NamedTuple):
         n_states: tensors of a parameter's shape that are kept beside it.
         n_accesses: memory accesses per byte of the parameters, counted over its operations.
         flags: that choose it.
+        words: its name for people.
     """
 
     n_states: int
     n_accesses: int
     flags: tuple[str, ...]
+    words: str
+
+    @property
+    def n_fused(self) -> int:
+        """Accesses in one kernel, as on a GPU: all tensors are read, and all but the gradient are
+        written."""
+        return 3 + 2 * self.n_states
 
 
 OPTIMIZER_STEPS = {
-    "sgd": OptimizerStep(0, 3, ("--momentum", "0")),  # p += g
-    "momentum": OptimizerStep(1, 8, ()),  # m *= a, m += g, p += m
+    "sgd": OptimizerStep(0, 3, ("--momentum", "0"), "SGD without momentum"),  # p += g
+    "momentum": OptimizerStep(1, 8, (), "SGD with momentum"),  # m *= a, m += g, p += m
     # Decay, two moments, root and quotient.
-    "adamw": OptimizerStep(2, 20, ("--optimizer", "adamw")),
+    "adamw": OptimizerStep(2, 20, ("--optimizer", "adamw"), "AdamW"),
 }
 
 
@@ -240,6 +248,13 @@ class Profile(JsonFile, frozen=True, kw_only=True):
             if (time.device_kind, time.optimizer) == (device_kind, optimizer):
                 return time.s_per_byte
         return None
+
+    @property
+    def timed_optimizer(self) -> str:
+        """The one of OPTIMIZER_STEPS that it has timed: of several, or of none, SGD with
+        momentum."""
+        timed = {time.optimizer for time in self.optimizers} & set(OPTIMIZER_STEPS)
+        return "momentum" if "momentum" in timed else min(timed, default="momentum")
 
     @property
     def device_kinds(self) -> list[str]:

@@ -36,19 +36,33 @@ from harness.plan.estimates import (
     parse_dlrm,
     rated_profile,
 )
-from harness.plan.flags import DLRM_BOTTOM, DLRM_TOP, flag_of, model_sizes, size_flags
+from harness.plan.flags import (
+    DLRM_BOTTOM,
+    DLRM_TOP,
+    flag_of,
+    model_sizes,
+    optimizer_of,
+    size_flags,
+)
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
-from harness.units import parse_bandwidth, parse_bytes
+from harness.units import format_bytes, parse_bandwidth, parse_bytes
 
 _ESTIMATES = (FROM_FLOPS, ROOFLINE)
+_LEAST_MEMORY = 10**6  # less is a number whose unit was forgotten
 
 
 def request_from(
-    args: argparse.Namespace, progress: Callable[[SearchProgress], None] = ignore_progress
+    args: argparse.Namespace,
+    progress: Callable[[SearchProgress], None] = ignore_progress,
+    *,
+    check: Callable[[Cluster], None] = lambda cluster: None,
 ) -> PlanRequest:
     """Read the files that the flags name; print on stderr where times come from if no flag says.
+
+    Args:
+        check: refuses a cluster, before a model is captured.
 
     Raises:
         ConfigError: flags contradict each other.
@@ -58,7 +72,9 @@ def request_from(
     for name in COSTS[args.cost].unread:
         if getattr(args, name) is not None:
             raise ConfigError(f"--cost {args.cost} has no use for {flag_of(name)}: leave it out")
+    optimizer = optimizer_of(args)
     cluster = cluster_from(args)
+    check(cluster)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
         graph, profile = _model(args, cluster)
@@ -71,11 +87,12 @@ def request_from(
         graph=graph,
         profile=profile,
         batch=batch,
-        memory_bytes=None if args.memory is None else parse_bytes(args.memory),
+        memory_bytes=_memory_of(args),
         budget=args.search_budget,
         seconds=args.search_seconds,
         start=_start(args, graph, batch),
         shard_state=args.shard_state,
+        optimizer=optimizer,
         reduce_dtype=args.reduce_dtype or "fp32",
         seed=args.seed,
         progress=progress,
@@ -128,8 +145,19 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag_of(name)} {shorten(value)} must be above 0, and at most 2**53"
             )
-    if args.memory is not None and parse_bytes(args.memory) < 1:
-        raise ConfigError(f"--memory {args.memory} must be above 0")
+
+
+def _memory_of(args: argparse.Namespace) -> int | None:
+    """Bytes that each device may use; None where no flag says."""
+    if args.memory is None:
+        return None
+    n_bytes = parse_bytes(args.memory)
+    if n_bytes < _LEAST_MEMORY:
+        raise ConfigError(
+            f"--memory {args.memory} is {format_bytes(n_bytes)}, which is no device's: write it "
+            "with a unit, such as 12GB"
+        )
+    return n_bytes
 
 
 def _check_there(name: str, path: Path, remedy: str) -> None:
@@ -180,15 +208,15 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
         return Cluster.load(args.cluster, is_given=True)
     n_nodes, n_devices = parse_topology(args.topology, COSTS[args.cost].most_devices)
     inside, between = _bandwidths(args)
-    memory = 2**50 if args.memory is None else parse_bytes(args.memory)
-    if args.memory is None and COSTS[args.cost].needs_memory:
+    memory = _memory_of(args)
+    if memory is None and COSTS[args.cost].needs_memory:
         raise ConfigError("--topology needs --memory BYTES, what each device may use, such as 12GB")
     return Cluster.uniform(
         n_nodes,
         n_devices,
         inside_bytes_per_s=inside,
         between_bytes_per_s=between,
-        memory_bytes=memory,
+        memory_bytes=2**50 if memory is None else memory,
         kind=args.device_kind or _profiled_kind(args) or "device",
     )
 

@@ -52,6 +52,7 @@ class PlanRequest:
             for no limit.
         shard_state: what every plan shards of its training state; None: what memory needs.
         shards_for_speed: without `shard_state`, also the optimizer's, where a step is faster so.
+        optimizer: one of OPTIMIZER_STEPS; None for the one that the profile has timed.
         reduce_dtype: fp32, or bf16 if gradients are rounded for their sum over devices.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
@@ -69,6 +70,7 @@ class PlanRequest:
     most_replicas: int | None = None
     shard_state: ShardState | None = None
     shards_for_speed: bool = True
+    optimizer: str | None = None
     reduce_dtype: str = "fp32"
     seed: int = 0
     progress: Callable[[SearchProgress], None] = ignore_progress
@@ -104,6 +106,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             where there are fewer samples than devices, or `seconds` ended the search before it.
         method: which search found it, such as `pipeline dynamic programming`.
         memory_bytes: predicted peak per device name.
+        optimizer: one of OPTIMIZER_STEPS, whose state counts; empty where none does.
         explanation: lines for people: breakdown, which link or device binds.
         runners_up: plans that lost, cheapest first.
         n_proposals: plans or states judged.
@@ -120,6 +123,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     speedup_over_ddp: float
     memory_bytes: dict[str, int]
     strategy: Strategy
+    optimizer: str = ""
     explanation: list[str] = []
     runners_up: list[RunnerUp] = []
     n_proposals: int = 0
@@ -150,6 +154,7 @@ def family_of(name: str) -> str:
 
 _MODEL = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
 _HARDWARE = ("bandwidth", "device_kind")
+_ENGINE = ("start", "shard_state", "reduce_dtype", "optimizer", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,19 +194,19 @@ COSTS = {
         module="harness.plan.published.pipedream.planner",
         summary="PipeDream's published formula, transfers included, searched by exact dynamic "
         "programming",
-        unread=("start", "search_budget", "shard_state", "reduce_dtype"),
+        unread=(*_ENGINE, "search_budget"),
     ),
     "maxload": Cost(
         module="harness.plan.published.maxload.planner",
         summary="the load of the busiest device, transfers included (Tarnawski et al., 2020), "
         "searched by exact dynamic programming, then annealing",
-        unread=("start", "search_seconds", "shard_state", "reduce_dtype"),
+        unread=(*_ENGINE, "search_seconds"),
     ),
     "flexflow2018": Cost(
         module="harness.plan.published.flexflow2018.search",
         summary="FlexFlow's cost model of 2018, with bugs repaired, for its AlexNet, searched by "
         "MCMC",
-        unread=(*_MODEL, *_HARDWARE, "start", "shard_state", "reduce_dtype"),
+        unread=(*_MODEL, *_HARDWARE, *_ENGINE),
     ),
 }
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Attribute, Graph, Operator
 from harness.domain.partition import SAMPLE
-from harness.domain.profile import Measurement, Profile
+from harness.domain.profile import OPTIMIZER_STEPS, Measurement, OptimizerTime, Profile
 from harness.domain.sharding import (
     CONTRACTION,
     PARTIAL_DIMS,
@@ -130,8 +130,29 @@ def roofline_profile(
                     forward_s=forward,
                     backward_s=backward,
                 )
-    measurements = list(points.values())
-    return Profile(model=graph.name, measurements=measurements, provenance={"source": source})
+    return Profile(
+        model=graph.name,
+        measurements=list(points.values()),
+        optimizers=[
+            time
+            for kind, own in rates.items()
+            for time in optimizer_times(kind, own.memory_bytes_per_s)
+        ],
+        provenance={"source": source},
+    )
+
+
+def optimizer_times(device_kind: str, memory_bytes_per_s: float) -> list[OptimizerTime]:
+    """Times of all optimizers by a kind of device's memory traffic in one kernel; none where the
+    rate is infinite, which means unknown."""
+    if math.isinf(memory_bytes_per_s):
+        return []
+    return [
+        OptimizerTime(
+            device_kind=device_kind, optimizer=name, s_per_byte=step.n_fused / memory_bytes_per_s
+        )
+        for name, step in OPTIMIZER_STEPS.items()
+    ]
 
 
 def _whole(operator: Operator) -> dict[str, int]:

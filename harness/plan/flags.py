@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from harness.domain.profile import DTYPE_NAMES
+from harness.domain.profile import DTYPE_NAMES, OPTIMIZER_STEPS
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
 
@@ -13,6 +13,7 @@ SHARD_STATE = (
     "parameters: parameters, too (ZeRO-3, FULL_SHARD). With _in_node, n counts the devices of one "
     "node (HSDP, HYBRID_SHARD)"
 )
+MOMENTUM = 0.9  # the default of train
 DLRM_BOTTOM, DLRM_TOP = "64-512-512-64", "576-1024-1024-1024-1"
 
 # By the kind of inputs of the models that have them.
@@ -139,10 +140,48 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "(1e10,1.25e9) or bits/s (10gbit)",
     )
     where.add_argument(
-        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
+        "--memory",
+        metavar="BYTES",
+        help="limit per device, such as 12GB (default: the cluster file's; --topology needs one, "
+        "but for a published cost)",
     )
     where.add_argument(
         "--device-kind",
         metavar="KIND",
         help="kind of device of the times in a graph.txt (default: the cluster's first kind)",
     )
+
+
+def add_optimizer(
+    group: argparse._ArgumentGroup, default: str = "the one that the profile has timed, else sgd"
+) -> None:
+    """Add the flags that name the optimizer."""
+    group.add_argument(
+        "--optimizer",
+        choices=[name for name in OPTIMIZER_STEPS if name != "momentum"],
+        help=f"of train; its state needs memory and its step needs time (default: {default})",
+    )
+    group.add_argument(
+        "--momentum",
+        type=float,
+        metavar="M",
+        help=f"of sgd, as of train; 0 keeps no state (default: {MOMENTUM})",
+    )
+
+
+def optimizer_of(args: argparse.Namespace) -> str | None:
+    """One of OPTIMIZER_STEPS; None where no flag says.
+
+    Raises:
+        ConfigError: the momentum is negative, or the optimizer has none.
+    """
+    momentum: float | None = args.momentum
+    if momentum is not None and not momentum >= 0:
+        raise ConfigError(f"--momentum {momentum:g} must be at least 0")
+    if momentum is not None and args.optimizer not in (None, "sgd"):
+        raise ConfigError(f"--momentum is of sgd, not of {args.optimizer}: drop one of them")
+    if momentum is None and args.optimizer is None:
+        return None
+    if args.optimizer in (None, "sgd"):
+        return "sgd" if momentum == 0 else "momentum"
+    return str(args.optimizer)

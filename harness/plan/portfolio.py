@@ -14,7 +14,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
-from harness.domain.profile import OPTIMIZER_STEPS, Profile
+from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError, naming
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
@@ -80,6 +80,7 @@ class Searched:
             speedup_over_single=by_name.get("single", math.nan) / simulation.step_s,
             speedup_over_ddp=by_name.get("ddp", math.nan) / simulation.step_s,
             memory_bytes=simulation.memory_bytes,
+            optimizer=self.simulator.options.optimizer,
             strategy=strategy,
             explanation=[
                 strategy.name,
@@ -126,7 +127,8 @@ def search_portfolio(
         graph,
         profile,
         request.cluster,
-        options=options or options_of(profile, request.cluster, request.reduce_dtype),
+        options=options
+        or options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
@@ -153,20 +155,25 @@ def search_portfolio(
     )
 
 
-def options_of(profile: Profile, cluster: Cluster, reduce_dtype: str = "fp32") -> SimulatorOptions:
-    """Options that follow from the profile: under autocast fp32 values are sent as its dtype, and
-    the optimizer is the one that it has timed; gradients are summed as `reduce_dtype`."""
+def options_of(
+    profile: Profile,
+    cluster: Cluster,
+    reduce_dtype: str = "fp32",
+    optimizer: str | None = None,
+) -> SimulatorOptions:
+    """Options that follow from the profile: under autocast fp32 values are sent as its dtype;
+    gradients are summed as `reduce_dtype`.
+
+    Args:
+        optimizer: one of OPTIMIZER_STEPS; None for the one that the profile has timed.
+    """
     dtypes = {point.dtype for point in profile.measurements}
     is_half = bool(dtypes) and dtypes <= {"bfloat16", "float16"}
     options = SimulatorOptions(
         wire_bytes_per_fp32_byte=0.5 if is_half else 1.0,
         reduce_bytes_per_gradient_byte=0.5 if reduce_dtype == "bf16" else 1.0,
     )
-    timed = {time.optimizer for time in profile.optimizers} & set(OPTIMIZER_STEPS)
-    if not timed:
-        return options
-    name = "momentum" if "momentum" in timed else min(timed)
-    return options.with_optimizer(name, profile, cluster)
+    return options.with_optimizer(optimizer or profile.timed_optimizer, profile, cluster)
 
 
 def _check_times(simulator: Simulator, batch: int) -> None:
@@ -263,7 +270,7 @@ def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
         RunnerUp(
             name=other.strategy.name,
             step_s=other.step_s if other.fits else None,
-            note="" if other.fits else _lacks(other),
+            note="" if other.fits else lack_of_memory(other),
         )
         for other in found.standards
         if other.strategy.name != chosen.method
@@ -282,7 +289,8 @@ def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
     return sorted(lost, key=lambda r: (r.step_s is None, r.step_s or 0.0, r.name))
 
 
-def _lacks(simulation: Simulation) -> str:
+def lack_of_memory(simulation: Simulation) -> str:
+    """What a plan that does not fit needs, on the device that lacks most."""
     out, simulator = simulation.outcome, simulation.simulator
     worst = int((out.memory_bytes - simulator.limits).argmax())
     return (

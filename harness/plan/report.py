@@ -12,6 +12,7 @@ from typing import TextIO
 from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
+from harness.domain.profile import OPTIMIZER_STEPS
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.inputs import one_line
@@ -129,7 +130,7 @@ def result_lines(result: PlanResult, title: str = "", ratios: str = "") -> list[
         *(f"  {line}" for line in result.explanation),
         "",
     ]
-    return [*lines, *_plans(result), "", *memory_lines(result.memory_bytes)]
+    return [*lines, *_plans(result), "", *memory_lines(result.memory_bytes, result.optimizer)]
 
 
 def _gap(result: PlanResult) -> list[str]:
@@ -158,11 +159,12 @@ def _plans(result: PlanResult) -> list[str]:
     return table(["plan", "predicted step", "times this plan", "note"], rows)
 
 
-def memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
-    """A table of the devices' peaks."""
+def memory_lines(memory_bytes: Mapping[str, int], optimizer: str = "") -> list[str]:
+    """A table of the devices' peaks, with the optimizer whose state is in them."""
+    with_state = f" ({OPTIMIZER_STEPS[optimizer].words})" if optimizer else ""
     devices = list(memory_bytes.items())
     rows = [[name, format_bytes(n_bytes)] for name, n_bytes in devices[:_MOST_DEVICES]]
-    lines = table(["device", "peak memory"], rows)
+    lines = table(["device", f"peak memory{with_state}"], rows)
     if len(devices) > _MOST_DEVICES:
         lines.append(f"... and {len(devices) - _MOST_DEVICES} more (--json has all)")
     return lines

@@ -15,6 +15,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.plan.__main__ import main
 from harness.plan.flags import MODEL_SIZES
 from harness.runtime.models.task import ModelOptions, TextOptions
 
@@ -71,6 +72,8 @@ def test_a_full_disk_is_one_line(tmp_path, refused, monkeypatch):
         "--bandwidth 1e9",
         "--device-kind V100",
         "--start s.json",
+        "--optimizer adamw",
+        "--momentum 0",
     ],
 )
 def test_a_cost_refuses_what_it_has_no_use_for(flag, refused):
@@ -237,6 +240,84 @@ def test_the_sizes_are_those_of_the_models():
 )
 def test_numbers_that_make_no_sense_are_refused(refused, words, flags, message):
     assert message in refused(words, flags)
+
+
+PREDICT = "predict --model gpt2 --batch-size 4 --topology 1x2 --bandwidth 1e9 --memory 1GB --layout"
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("foo", "layout 'foo': write it like tp=2,dp=4,pp=2"),
+        ("dp=4", "layout tp1 dp4 pp1 needs 4 devices, the cluster has 2"),
+        ("dp=2,devices=0-2", "has device 2, the cluster has 2"),
+    ],
+)
+def test_an_impossible_layout_is_refused_before_a_model_is_captured(
+    refused, monkeypatch, layout, message
+):
+    monkeypatch.delattr("harness.plan.cli._capture_model")
+    assert message in refused(PREDICT, layout)
+
+
+ON_TWO = "--dlrm-tables 2x1000x64 --batch-size 64 --topology 1x2 --bandwidth 1e9 --rates 9e12,5e11"
+PARAMETER_BYTES = 4 * (2 * 1000 * 64 + 65 * 512 + 513 * 512 + 513 * 64 + 193 * 8 + 9)
+WITH_TWO_TABLES = "--dlrm-top-mlp 192-8-1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "n_states", "words"),
+    [
+        ("", 1, "SGD with momentum"),
+        ("--momentum 0", 0, "SGD without momentum"),
+        ("--optimizer sgd", 1, "SGD with momentum"),
+        ("--optimizer adamw", 2, "AdamW"),
+    ],
+)
+def test_memory_and_time_are_those_of_the_optimizer(printed, flags, n_states, words):
+    command = ("predict --layout dp=2", ON_TWO, WITH_TWO_TABLES, "--memory 1GB", flags)
+    assert f"peak memory ({words})" in printed(*command).out
+    found = json.loads(printed(*command, "--json").out)
+    least = json.loads(printed(*command[:-1], "--momentum 0 --json").out)
+    more = found["memory_bytes"]["node0:0"] - least["memory_bytes"]["node0:0"]
+    assert more == n_states * PARAMETER_BYTES
+    # A fused step reads and writes each further state once.
+    assert found["step_s"] - least["step_s"] == pytest.approx(
+        2 * n_states * PARAMETER_BYTES / 5e11, abs=1e-12
+    )
+
+
+def test_a_search_names_the_optimizer_whose_state_it_counts(printed):
+    flags = "--memory 1GB --search-budget 1"
+    told = printed("search", ON_TWO, WITH_TWO_TABLES, flags, "--optimizer adamw").out
+    assert "peak memory (AdamW)" in told
+
+
+def test_a_momentum_of_adamw_is_refused(refused):
+    said = refused("search --optimizer adamw --momentum 0.9", ON_TWO, "--memory 1GB")
+    assert "--momentum is of sgd, not of adamw: drop one of them" in said
+
+
+def test_a_prediction_that_does_not_fit_says_so_first(printed):
+    command = ("predict --layout dp=2", ON_TWO, WITH_TWO_TABLES, "--memory 2MB")
+    first = printed(*command).out.splitlines()[0]
+    assert first.startswith("does not fit: out of memory: ")
+    assert first.endswith(" on node0:0, which has 1.91 MiB")
+    assert json.loads(printed(*command, "--json").out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("search", ["400 to 12000", "no limit", "the cluster file's; --topology needs one"]),
+        ("predict", ["the exit code stays 0"]),
+    ],
+)
+def test_help_has_the_defaults(capsys, command, words):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(one in text for one in words)
 
 
 def test_dtype_chooses_among_the_profiles_times(tmp_path, printed, refused):

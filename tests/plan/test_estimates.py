@@ -45,6 +45,15 @@ def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
     assert (found.forward_s, found.backward_s) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize(("optimizer", "n_accesses"), [("sgd", 3), ("momentum", 5), ("adamw", 7)])
+def test_the_optimizer_reads_and_writes_at_the_memory_rate(optimizer, n_accesses):
+    profile = roofline_profile(dlrm_graph(DlrmSizes()), {"P100": P100}, n_parts=[1])
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=10**9, kind="P100")
+    found = SimulatorOptions().with_optimizer(optimizer, profile, cluster)
+    assert found.optimizer_s_per_byte == pytest.approx([n_accesses / 549e9] * 2)
+    assert found.stream_s_per_byte == pytest.approx([1 / 549e9] * 2)
+
+
 def test_the_graph_has_the_flags_sizes():
     graph = dlrm_graph(DlrmSizes())
     kinds = [op.kind for op in graph.operators]

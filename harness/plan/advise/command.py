@@ -25,7 +25,7 @@ from harness.plan.advise.words import (
 )
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
-from harness.plan.flags import add_cluster, add_model, flag_of, size_flags
+from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
 from harness.plan.report import ProgressLine
 
 _EXAMPLES = """\
@@ -45,9 +45,6 @@ _SIMPLE = {
 _IN_MICROBATCHES = re.compile(
     r"(?P<way>single|pipeline|interleaved pipeline)( of [\dx ]+)?, (?P<n>\d+) microbatches"
 )
-
-
-_MOMENTUM = 0.9  # the default of train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,19 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"strategies that may be used (default: {' '.join(FAMILIES)})",
     )
-    how.add_argument(
-        "--optimizer",
-        choices=[name for name in OPTIMIZER_STEPS if name != "momentum"],
-        default="sgd",
-        help="optimizer of train, whose memory and time are included (default: %(default)s)",
-    )
-    how.add_argument(
-        "--momentum",
-        type=float,
-        default=_MOMENTUM,
-        metavar="M",
-        help="momentum of sgd, as for train; with 0 sgd keeps no state (default: %(default)s)",
-    )
+    add_optimizer(how, "sgd")
     how.add_argument(
         "--no-overlap",
         action="store_true",
@@ -206,8 +191,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.per_device_batch is not None and args.per_device_batch < 1:
         raise ConfigError(f"--per-device-batch {args.per_device_batch} must be above 0")
-    if not args.momentum >= 0:
-        raise ConfigError(f"--momentum {args.momentum:g} must be at least 0")
     unknown = [name for name in args.strategies if name not in FAMILIES]
     if unknown:
         raise ConfigError(f"--strategies {unknown[0]} is unknown: use {', '.join(FAMILIES)}")
@@ -222,7 +205,7 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         raise ConfigError(f"graph {graph.name!r} has no batch: give --batch-size")
     if graph.batch is None:
         graph = msgspec.structs.replace(graph, batch=batch or args.per_device_batch)
-    optimizer = _optimizer_step(args)
+    optimizer = request.optimizer or "momentum"
     found = AdviceRequest(
         graph=graph,
         profile=profile,
@@ -239,11 +222,6 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
     return found if is_as_run else found.untried()
 
 
-def _optimizer_step(args: argparse.Namespace) -> str:
-    """One of OPTIMIZER_STEPS."""
-    return "momentum" if args.optimizer == "sgd" and args.momentum > 0 else args.optimizer
-
-
 def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     """The command that trains by the best strategy on its machines alone."""
     best = advice.best
@@ -253,8 +231,9 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
     words += [str(word) for pair in size_flags(args).items() for word in pair]
-    words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[_optimizer_step(args)].flags]
-    words += ["--momentum", f"{args.momentum:g}"] if args.momentum not in (0, _MOMENTUM) else []
+    words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[advice.request.optimizer].flags]
+    has_momentum = args.momentum not in (None, 0, MOMENTUM)
+    words += ["--momentum", f"{args.momentum:g}"] if has_momentum else []
     for flag in ("dtype", "reduce_dtype"):
         words += [flag_of(flag), value] if (value := getattr(args, flag)) else []
     if args.results not in (None, Path("results")):  # where train finds the measurements

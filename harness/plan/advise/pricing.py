@@ -190,8 +190,7 @@ class AdviceRequest:
         return next((one.step_s for one in known if one.name == name), None)
 
     def simulator(self, cluster: Cluster) -> Simulator:
-        options = options_of(self.profile, cluster, self.reduce_dtype)
-        options = options.with_optimizer(self.optimizer, self.profile, cluster)
+        options = options_of(self.profile, cluster, self.reduce_dtype, self.optimizer)
         options = replace(options, overlap=self.overlap).averaging(self.sync_every)
         return Simulator(
             self.graph, self.profile, cluster, options=options, memory_bytes=self.memory_bytes

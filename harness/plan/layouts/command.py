@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 
 from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
+from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.schedule import SCHEDULE_NAMES, ScheduleName
 from harness.domain.shard_state import SHARD_STATES
@@ -15,9 +16,15 @@ from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import ConfigError, naming
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from
-from harness.plan.flags import SHARD_STATE, add_cluster, add_model, flag_of
-from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
-from harness.plan.portfolio import options_of
+from harness.plan.flags import SHARD_STATE, add_cluster, add_model, add_optimizer, flag_of
+from harness.plan.layouts.degrees import (
+    ParallelLayout,
+    check_devices,
+    microbatches_of,
+    parse_layout,
+    profiled_layout,
+)
+from harness.plan.portfolio import lack_of_memory, options_of
 from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.report import explain
@@ -29,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
         "Predict a step of tensor x data x pipeline parallel, and write its strategy; or predict a "
-        "strategy's file."
+        "strategy's file. If it does not fit into memory, the first line says so, or `fits` of "
+        "--json; the exit code stays 0."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -67,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-reduce", choices=get_args(AllReduce), default="ring", help="default: ring"
     )
+    add_optimizer(parser.add_argument_group("optimizer"))
     add_model(parser)
     add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -83,7 +92,13 @@ def run(args: argparse.Namespace) -> None:
     """
     check_output(args.output)
     _check(args)
-    request = request_from(args)
+    layout = None if args.layout is None else parse_layout(args.layout)
+
+    def check(cluster: Cluster) -> None:
+        if layout is not None:
+            check_devices(layout, cluster)
+
+    request = request_from(args, check=check)
     graph, profile = request.model()
     batch = request.batch if request.start is None else request.start.batch
     if batch is None:
@@ -91,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     if graph.batch is None:  # its numbers are for a whole minibatch, as search takes them
         graph = msgspec.structs.replace(graph, batch=batch)
     options = replace(
-        options_of(profile, request.cluster, request.reduce_dtype),
+        options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
         overlap=not args.no_overlap,
         all_reduce=args.all_reduce,
         recomputes_ahead=args.recompute != "layers",
@@ -100,7 +115,8 @@ def run(args: argparse.Namespace) -> None:
         graph, profile, request.cluster, options=options, memory_bytes=request.memory_bytes
     )
     if request.start is None:
-        strategy = _strategy_of_layout(args, simulator, batch)
+        assert layout is not None, "argparse asks for one of both"
+        strategy = _strategy_of_layout(args, layout, simulator, batch)
     else:
         strategy = request.start
         if args.batch_size not in (None, batch):
@@ -124,19 +140,21 @@ def run(args: argparse.Namespace) -> None:
             "samples_per_s": samples_per_s,
             "fits": simulation.fits,
             "memory_bytes": simulation.memory_bytes,
+            "optimizer": options.optimizer,
             "strategy": strategy,
         }
         print(msgspec.json.encode(found).decode())
         return
     flow = format_count(strategy.n_microbatches, "microbatch")
-    fits = "" if simulation.fits else "; it does not fit into memory"
+    if not simulation.fits:
+        print(f"does not fit: {lack_of_memory(simulation)}")
     print(
         f"{strategy.name}: {format_duration(simulation.step_s)} per step of "
         f"{format_count(strategy.batch, 'sample')} in {flow}, "
-        f"{format_number(samples_per_s)} samples/s{fits}",
+        f"{format_number(samples_per_s)} samples/s",
         *(f"  {line}" for line in explain(simulation)),
         "",
-        *memory_lines(simulation.memory_bytes),
+        *memory_lines(simulation.memory_bytes, options.optimizer),
         sep="\n",
     )
 
@@ -154,8 +172,9 @@ def _check(args: argparse.Namespace) -> None:
             )
 
 
-def _strategy_of_layout(args: argparse.Namespace, simulator: Simulator, batch: int) -> Strategy:
-    layout = parse_layout(args.layout)
+def _strategy_of_layout(
+    args: argparse.Namespace, layout: ParallelLayout, simulator: Simulator, batch: int
+) -> Strategy:
     given = [args.microbatches] if args.microbatches else microbatches_of(layout, simulator, batch)
     schedule: ScheduleName = args.schedule or "1f1b"
     found = [

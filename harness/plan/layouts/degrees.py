@@ -215,7 +215,12 @@ def profiled_layout(
     return simulator.fastest(found)
 
 
-def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
+def check_devices(layout: ParallelLayout, cluster: Cluster) -> None:
+    """Refuse a layout of devices that the cluster does not have.
+
+    Raises:
+        StrategyError: it has too few, or the layout names others.
+    """
     n = layout.n_devices
     if n > cluster.n_devices:
         raise StrategyError(
@@ -237,6 +242,10 @@ def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches:
             f"layout {layout.name} has {layout.dp} replicas and {len(layout.shares)} shares: give "
             "one per replica"
         )
+
+
+def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
+    check_devices(layout, cluster)
     if not 1 <= n_microbatches <= batch or batch // n_microbatches < layout.dp:
         raise StrategyError(
             f"{n_microbatches} microbatches of {layout.dp} replicas need a sample each, the batch "

@@ -56,7 +56,7 @@ def plan(request: PlanRequest) -> PlanResult:
         profile,
         request.cluster,
         batch,
-        options_of(profile, request.cluster, request.reduce_dtype),
+        options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
         limit_bytes=limit,
         shard_state=request.shard_state,
     )
@@ -281,6 +281,7 @@ def _result(
         speedup_over_single=single_s / best.step_s,
         speedup_over_ddp=min(ddp) / best.step_s if ddp else math.nan,
         memory_bytes={device.name: best.memory_bytes for device in cluster.devices},
+        optimizer=search.options.optimizer,
         strategy=strategy,
         explanation=[f"{best.name}, of {len(found)} layouts with their flows"],
         runners_up=_runners_up(found, limit, single_s),

@@ -23,6 +23,7 @@ class SimulatorOptions:
         overlap: gradients are synchronised during the backward pass; else after it.
         bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size;
             the first bucket has `first_bucket_bytes`.
+        optimizer: one of OPTIMIZER_STEPS, for people; the next two are its state and time.
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step, on a device of
             speed 1 or by device: about 3 / memory bandwidth for SGD (read two, write one).
@@ -55,6 +56,7 @@ class SimulatorOptions:
 
     overlap: bool = True
     bucket_bytes: int = BUCKET_BYTES
+    optimizer: str = "momentum"
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
@@ -102,14 +104,32 @@ class SimulatorOptions:
     def with_optimizer(
         self, name: str, profile: Profile, cluster: Cluster, *, is_averaging: bool = False
     ) -> SimulatorOptions:
-        """With the state of one of OPTIMIZER_STEPS, and its measured speed on each device; where it
-        is averaging, a moving average of each parameter is kept and updated too."""
-        n_states, n_accesses, _ = OPTIMIZER_STEPS[name]
-        rates = [profile.optimizer_s_per_byte(one.kind, name) or 0.0 for one in cluster.devices]
+        """With the state of one of OPTIMIZER_STEPS, and its speed on each device, measured or by
+        the memory traffic of another one; where it is averaging, a moving average of each parameter
+        is kept and updated too."""
+        n_states, n_accesses, *_ = OPTIMIZER_STEPS[name]
+        streams = [_stream_s_per_byte(profile, one.kind, name) for one in cluster.devices]
+        rates = [profile.optimizer_s_per_byte(one.kind, name) for one in cluster.devices]
         longer = 1 + (3 / n_accesses if is_averaging else 0)  # two reads and a write
         return replace(
             self,
+            optimizer=name,
             n_optimizer_states=n_states + is_averaging,
-            optimizer_s_per_byte=tuple(rate * longer for rate in rates),
-            stream_s_per_byte=tuple(rate / n_accesses for rate in rates),
+            optimizer_s_per_byte=tuple(
+                longer * (n_accesses * stream if rate is None else rate)
+                for rate, stream in zip(rates, streams, strict=True)
+            ),
+            stream_s_per_byte=tuple(streams),
         )
+
+
+def _stream_s_per_byte(profile: Profile, device_kind: str, optimizer: str) -> float:
+    """Seconds per byte of memory traffic, by plain SGD's step, whose accesses no fusion saves; else
+    by the optimizer's own, else by that of any other; 0 where none is known."""
+    rates = {
+        time.optimizer: time.s_per_byte / OPTIMIZER_STEPS[time.optimizer].n_accesses
+        for time in profile.optimizers
+        if time.device_kind == device_kind and time.optimizer in OPTIMIZER_STEPS
+    }
+    known = [rates[name] for name in ("sgd", optimizer) if name in rates]
+    return next(iter([*known, *rates.values()]), 0.0)

@@ -135,6 +135,16 @@ def test_optimizer_runs_at_the_end_on_what_a_device_owns():
     )
 
 
+def test_an_optimizer_that_was_not_timed_takes_as_long_by_its_accesses():
+    cluster, (_, profile) = cluster_of(), chain()
+    kind = cluster.devices[0].kind
+    time = OptimizerTime(device_kind=kind, optimizer="momentum", s_per_byte=0.8)
+    timed = msgspec.structs.replace(profile, optimizers=[time])
+    found = SimulatorOptions().with_optimizer("adamw", timed, cluster)
+    assert found.optimizer_s_per_byte == pytest.approx((2.0, 2.0))
+    assert found.stream_s_per_byte == pytest.approx((0.1, 0.1))
+
+
 def test_an_average_is_one_more_state_and_three_more_accesses():
     cluster, (_, profile) = cluster_of(), chain()
     kind = cluster.devices[0].kind

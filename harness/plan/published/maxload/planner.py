@@ -133,6 +133,7 @@ def _result(
         speedup_over_single=single_s / chosen.load_s,
         speedup_over_ddp=math.nan,
         memory_bytes={**dict.fromkeys(names, 0), **dict(zip(names, n_bytes, strict=False))},
+        optimizer="momentum",
         strategy=pipeline_strategy(request, workload, placed, name="maxload"),
         explanation=_explain(problem, found, placed),
         runners_up=_runners_up(found, single_s, is_written=is_written),

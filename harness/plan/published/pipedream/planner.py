@@ -147,6 +147,7 @@ def _result(request: PlanRequest, problem: PipelineProblem, found: FoundPipeline
         speedup_over_single=single_s / found.step_s,
         speedup_over_ddp=ddp_s / found.step_s,
         memory_bytes=memory,
+        optimizer="momentum",
         strategy=strategy,
         explanation=_explain(found, placed, problem, names)
         + _batch_note(request.batch or request.model()[0].batch, strategy.batch),
