@@ -19,6 +19,7 @@ from harness.inputs import MOST_S, is_amount, is_positive
 SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 2
 CLUSTER_FILE = "cluster.json"
+ANY_KIND = "device"  # of devices whose model nobody says
 
 _MOST_LISTED = 512  # devices
 
@@ -174,7 +175,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         inside_bytes_per_s: float,
         between_bytes_per_s: float | None = None,
         memory_bytes: int,
-        kind: str = "device",
+        kind: str = ANY_KIND,
         latency_s: float = 0.0,
     ) -> Cluster:
         """Build equal nodes of equal devices; `between_bytes_per_s` defaults to `inside_...`.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import ANY_KIND, Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import DTYPE_NAMES, Profile, default_profile, graph_beside, knows
 from harness.domain.strategy import Strategy
@@ -217,7 +217,7 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
         inside_bytes_per_s=inside,
         between_bytes_per_s=between,
         memory_bytes=2**50 if memory is None else memory,
-        kind=args.device_kind or _profiled_kind(args) or "device",
+        kind=args.device_kind or _profiled_kind(args) or ANY_KIND,
     )
 
 

@@ -230,7 +230,7 @@ class Priced:
 
 
 def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0) -> Priced | None:
-    """The fastest strategy that fits and uses every node, or of those the one that trial steps
+    """The fastest strategy that fits and is for the set, or of those the one that trial steps
     chose; None without one.
 
     Args:
@@ -261,7 +261,7 @@ def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iter
             return  # they come last, and take time to balance
         if (family == "single") != is_one or not (is_one or family in request.families):
             continue
-        if not _uses_all_nodes(strategy, simulator.cluster):
+        if not _is_for(strategy, simulator.cluster):
             continue
         simulation = simulator.simulate(strategy)
         if simulation.fits:
@@ -288,10 +288,12 @@ def _named(simulator: Simulator, batch: int) -> Iterator[Strategy]:
         n *= 2
 
 
-def _uses_all_nodes(strategy: Strategy, cluster: Cluster) -> bool:
+def _is_for(strategy: Strategy, cluster: Cluster) -> bool:
+    """Whether it uses every node, and more than one of several devices, which is another set."""
     node_of = cluster.node_of()
-    used = {node_of[k] for devices in strategy.stage_devices() for k in devices}
-    return len(used) == len(cluster.nodes)
+    used = {k for devices in strategy.stage_devices() for k in devices}
+    is_alone = len(used) == 1 < cluster.n_devices
+    return not is_alone and len({node_of[k] for k in used}) == len(cluster.nodes)
 
 
 def _searched(
@@ -319,7 +321,7 @@ def _searched(
     standard = {s.strategy.name for s in found.standards}
     for candidate in found.ranked():
         strategy = found.strategy(candidate)
-        if candidate.method not in standard and _uses_all_nodes(strategy, simulator.cluster):
+        if candidate.method not in standard and _is_for(strategy, simulator.cluster):
             yield _priced(request, simulator.simulate(strategy), f"searched: {strategy.name}")
             return
 

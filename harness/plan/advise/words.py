@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.domain.cluster import ANY_KIND
 from harness.domain.hostfile import numbered_runs
 from harness.inputs import one_line
 from harness.measure.text import cell, table
@@ -63,9 +64,10 @@ def first_sentence(advice: Advice) -> str:
     if best.cluster.n_devices == 1:
         device = best.cluster.devices[0]
         more = "" if best.label == "single" else f" with {_in_words(best.label)}"
+        kind = "" if device.kind == ANY_KIND else f" ({device.kind})"
         if advice.cluster.n_devices == 1:
-            return f"The model fits on {device.name} ({device.kind}){more}: {rate}."
-        where = f"{best.node_names[0]} alone ({device.kind}){more}"
+            return f"The model fits on {device.name}{kind}{more}: {rate}."
+        where = f"{_alone(best, advice)}{kind}{more}"
         return f"One {noun} is fastest: use {where}, {rate}."
     where = name_range(best.node_names)
     if len(advice.cluster.nodes) == 1:
@@ -77,6 +79,13 @@ def first_sentence(advice: Advice) -> str:
         else f"{format_number(best.samples_per_s / single.samples_per_s, 2)} times one {noun}"
     )
     return f"Use {where} with {_in_words(best.label)}: {gain}, {rate}."
+
+
+def _alone(one: Priced, advice: Advice) -> str:
+    """The one device of a set: its node, or one of the node's."""
+    (name,) = one.node_names
+    n_devices = next(len(node.devices) for node in advice.cluster.nodes if node.name == name)
+    return f"{name} alone" if n_devices == 1 else f"one {device_word(advice)} of {name}"
 
 
 def _in_words(label: str) -> str:
@@ -149,8 +158,8 @@ def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
     if known:
         money, one = min(known, key=lambda item: item[0])
         words = f"{format_number(money, 3)} {prices.currency}".strip()
-        is_alone = one.cluster.n_devices == 1
-        where = f"{name_range(one.node_names)}{' alone' if is_alone else ''}"
+        is_one = one.cluster.n_devices == 1
+        where = _alone(one, advice) if is_one else name_range(one.node_names)
         more = "" if one.label == "single" else f" with {_in_words(one.label)}"
         yield f"Cheapest: {where}{more}, {words} per million samples."
 

@@ -218,6 +218,20 @@ def test_overlap_makes_three_gpus_worth_it():
     assert len(advice.best.node_names) > 1
 
 
+def test_two_devices_of_a_node_count_only_with_a_strategy_of_both():
+    graph, profile = layers(parameters=10**9)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1.0, memory_bytes=64 * GIB)
+    request = AdviceRequest(graph=graph, profile=profile, batch=8)
+    advice = Adviser(request, cluster, seconds=20.0).advise()
+    used = {
+        one.cluster.n_devices: {k for own in one.strategy.stage_devices() for k in own}
+        for one in advice.sets
+    }
+    assert used == {1: {0}, 2: {0, 1}}
+    first = advice_lines(advice, PLAIN)[0]
+    assert first.startswith("One device is fastest: use one device of node0, ")
+
+
 def test_a_model_that_fits_no_device_alone_is_spread():
     advice = advise_vit(16, STEP_S, memory_bytes=500 << 20, families=("pipeline",))
     assert advice.single is None
