@@ -156,6 +156,15 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     assert not output.exists()
 
 
+def test_a_pipedream_plan_needs_a_graph_with_stages(tmp_path, refused):
+    plan = tmp_path / "hybrid_conf.json"
+    plan.write_text('{"module_to_stage_map": [0], "stage_to_rank_map": {"0": [0]}}')
+    said = refused(
+        "convert", plan, "--graph", graph_file(tmp_path, "a"), "--output", tmp_path / "o"
+    )
+    assert "no operator of graph 'g' has a stage_id: give --graph the graph.txt that" in said
+
+
 @pytest.mark.parametrize(
     ("flag", "now"),
     [("--batch", "--batch-size"), ("--budget=9", "--search-budget"), ("--seconds", "--search-s")],

@@ -209,13 +209,19 @@ def strategy_from(
             check_names(content, graph)
         return content
     graph = _needed(graph, "a file of another project")
+    stages = {op.name: op.attrs.get("stage_id") for op in graph.operators}
+    stage_of = {name: stage for name, stage in stages.items() if isinstance(stage, int)}
+    if isinstance(content, PipeDreamPlan) and not stage_of:
+        raise ConfigError(
+            "a PipeDream plan does not say which operators a stage has, and no operator of graph "
+            f"{graph.name!r} has a stage_id: give --graph the graph.txt that PipeDream's optimizer "
+            "writes beside the plan"
+        )
     batch = batch or graph.batch
     if batch is None:
         raise ConfigError("the graph does not say its batch: give --batch-size B, samples per step")
     if isinstance(content, list):
         return strategy_from_entries(content, graph, batch=batch, order=order)
-    stages = {op.name: op.attrs.get("stage_id") for op in graph.operators}
-    stage_of = {name: stage for name, stage in stages.items() if isinstance(stage, int)}
     return to_strategy(content, graph, stage_of, batch=batch)
 
 
