@@ -51,12 +51,13 @@ def plan(request: PlanRequest) -> PlanResult:
     if batch is None:
         raise PlanError(f"graph {graph.name!r} has no batch: give --batch-size")
     limit = request.memory_bytes or request.cluster.devices[0].memory_bytes
+    one = request.cluster.part([0])  # groups of any size have the rates of the first device
     search = LayoutSearch(
         graph,
         profile,
         request.cluster,
         batch,
-        options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
+        options_of(profile, one, request.reduce_dtype, request.optimizer),
         limit_bytes=limit,
         shard_state=request.shard_state,
     )

@@ -1,5 +1,6 @@
 """Layouts priced by classes of devices against the simulator on all devices."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import KEPT
+from harness.domain.profile import OptimizerTime
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import validate
 from harness.errors import PlanError, StrategyError
@@ -231,6 +233,16 @@ def test_values_of_16_bits_travel_as_such():
     options = SimulatorOptions(wire_bytes_per_fp32_byte=0.5)
     choices = LayoutSearch(graph, profile, where, BATCH, options).choices()
     assert found.predicted_step_s == min(choice.step_s for choice in choices)
+
+
+def test_layouts_have_the_time_of_the_optimizer():
+    graph, profile = chain()
+    times = [OptimizerTime(device_kind=profile.device_kinds[0], optimizer="adamw", s_per_byte=1e-6)]
+    asked = PlanRequest(cluster=cluster(), graph=graph, profile=profile)
+    timed = dataclasses.replace(asked, profile=replace(profile, optimizers=times))
+    found = run("layouts", timed)
+    assert found.optimizer == "adamw"
+    assert found.predicted_step_s > run("layouts", asked).predicted_step_s
 
 
 def test_memory_decides_where_it_binds():
