@@ -26,6 +26,7 @@ from harness.plan.advise.words import (
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
+from harness.plan.notes import notes_of, print_notes
 from harness.plan.report import ProgressLine
 
 _EXAMPLES = """\
@@ -141,6 +142,12 @@ def run(args: argparse.Namespace) -> None:
         made_for = fingerprint(graph, advice.best.cluster, profile)
         strategy = msgspec.structs.replace(advice.best.strategy, made_for=made_for)
         write_atomically(args.output, strategy.to_json())
+    found = advice.request
+    print_notes(
+        notes_of(
+            found.graph, found.profile, request.cluster, advice.best.strategy, is_searched=False
+        )
+    )
     if args.json:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return

@@ -15,6 +15,7 @@ from harness.inputs import shorten
 from harness.measure.places import make_directory
 from harness.measure.store import write_atomically
 from harness.plan.cli import cluster_from
+from harness.plan.estimates import optimizer_times
 from harness.plan.flags import add_cluster, flag_of
 from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
@@ -27,7 +28,9 @@ from harness.plan.importing.times import (
     read_operators,
     without_collectives,
 )
+from harness.plan.notes import untimed_optimizer, whole_backward
 from harness.plan.simulate.network import Network
+from harness.units import parse_bandwidth
 
 # What each of these flags is of.
 _USERS = {
@@ -56,6 +59,11 @@ def run(args: argparse.Namespace) -> None:
     for flag, user in _USERS.items():
         if getattr(args, flag) is not None and not getattr(args, user):
             raise ConfigError(f"{flag_of(flag)} is of {flag_of(user)}: give that, or drop it")
+    has_model = args.operators is not None or args.layer_times is not None
+    if args.memory_bandwidth is not None and not has_model:
+        raise ConfigError(
+            "--memory-bandwidth is of --operators or --layer-times: give one, or drop it"
+        )
     has_cluster = args.topology is not None or args.cluster is not None
     if not (args.operators or args.layer_times or args.topology or args.collectives):
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
@@ -73,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
         said.insert(0, f"wrote {path}")
     if model is not None:
         graph, profile = model
+        profile = _with_optimizers(args, profile, said)
         path = args.output / f"profile-{graph.name}.json"
         write_atomically(path, profile.to_json())
         write_atomically(graph_beside(path), graph.to_json())
@@ -141,7 +150,21 @@ def _model(
                 f"assumed: at tp 1 a layer takes {tp} times as long as at tp {tp}, the lowest on "
                 f"{of}",
             )
+        said += whole_backward(graph)
         return graph, layer_profile(graph, times, source=str(args.layer_times))
+
+
+def _with_optimizers(args: argparse.Namespace, profile: Profile, said: list[str]) -> Profile:
+    """Time the optimizer by the devices' memory, if a flag says how fast that is."""
+    if args.memory_bandwidth is None:
+        said += untimed_optimizer(profile, profile.device_kinds)
+        return profile
+    rate = parse_bandwidth(args.memory_bandwidth)
+    if rate <= 0:
+        raise ConfigError(f"--memory-bandwidth {args.memory_bandwidth} must be above 0")
+    said.append("assumed: the optimizer reads and writes each of its tensors once")
+    times = [time for kind in profile.device_kinds for time in optimizer_times(kind, rate)]
+    return msgspec.structs.replace(profile, optimizers=times)
 
 
 def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Cluster | None) -> str:
@@ -187,6 +210,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="number of layers of the model, if --operators has only one of them (default: 1)",
+    )
+    parser.add_argument(
+        "--memory-bandwidth",
+        metavar="B/S",
+        help="of each device's own memory, such as 2e12 or 2TB/s, by which the optimizer's step is "
+        "timed (default: it takes no time)",
     )
     parser.add_argument(
         "--collectives",

@@ -24,6 +24,7 @@ from harness.plan.layouts.degrees import (
     parse_layout,
     profiled_layout,
 )
+from harness.plan.notes import notes_of, print_notes
 from harness.plan.portfolio import lack_of_memory, options_of
 from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> None:
     made_for = fingerprint(graph, request.cluster, profile)
     strategy = msgspec.structs.replace(strategy, made_for=made_for)
     simulation = simulator.simulate(strategy)
+    print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())
     samples_per_s = strategy.batch / simulation.step_s

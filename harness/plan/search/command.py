@@ -11,6 +11,7 @@ from harness.plan.cli import check_output, request_from
 from harness.plan.costs import COSTS
 from harness.plan.costs import run as search
 from harness.plan.flags import SHARD_STATE, add_cluster, add_model, add_optimizer
+from harness.plan.notes import notes_of, print_notes
 from harness.plan.report import ProgressLine, result_lines
 
 _EXAMPLES = """\
@@ -84,9 +85,14 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output)
     progress = ProgressLine()
     try:
-        result = search(args.cost, request_from(args, progress))
+        request = request_from(args, progress)
+        result = search(args.cost, request)
     finally:
         progress.clear()
+    if request.profile is not None and "optimizer" not in COSTS[args.cost].unread:
+        graph, profile = request.model()
+        told = notes_of(graph, profile, request.cluster, result.strategy, is_searched=True)
+        print_notes(told)
     if args.output is not None:
         write_atomically(args.output, result.strategy.to_json())
     print(msgspec.json.encode(result).decode() if args.json else "\n".join(result_lines(result)))

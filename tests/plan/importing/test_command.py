@@ -98,6 +98,47 @@ def test_a_step_has_the_optimizer_that_the_profile_has_timed(imported, predicted
     assert after - before == pytest.approx(200 * 0.01)  # bytes of the parameters of both layers
 
 
+def test_an_optimizer_without_a_memory_rate_is_said_to_take_no_time(imported, printed):
+    files = ("--layer-times", imported / "gpt.csv", "--output", imported / "timed")
+    untimed = "assumed: the optimizer takes no time on device: `./entry.sh profile` measures it"
+    assert untimed in printed("import", *files).out
+    words = "predict --layout dp=1 --batch-size 2 --json --topology 1x1 --bandwidth 1e9"
+    words = (words, "--memory 1GB --profile", imported / "timed" / "profile-gpt.json")
+    before = printed(*words)
+    assert untimed in before.err
+    said = printed("import --memory-bandwidth 100", *files).out
+    assert "assumed: the optimizer reads and writes each of its tensors once" in said
+    after = printed(*words)
+    assert "optimizer" not in after.err
+    # Of 200 bytes of parameters SGD with momentum reads three tensors and writes two.
+    took_s = json.loads(after.out)["step_s"] - json.loads(before.out)["step_s"]
+    assert took_s == pytest.approx(200 * 5 / 100)
+
+
+def test_imported_layers_are_said_to_have_one_backward(imported, printed):
+    files = ("--layer-times", imported / "gpt.csv", "--output", imported)
+    whole = "assumed: backward is not split into inputs and weights"
+    assert whole in printed("import", *files).out
+    words = "--topology 1x2 --bandwidth 1e9 --memory 1GB --batch-size 4 --microbatches 2"
+    words = (f"predict --layout pp=2 --json {words} --profile", imported / "profile-gpt.json")
+    split, flushed = printed(*words, "--schedule zero_bubble"), printed(*words, "--schedule 1f1b")
+    assert whole in split.err
+    assert whole not in flushed.err
+    assert json.loads(split.out)["step_s"] == json.loads(flushed.out)["step_s"]
+
+
+def test_a_prediction_by_a_bad_fit_names_the_operators(tmp_path, printed):
+    rows = "layer,tp,microbatch,forward_s,backward_s\n"
+    rows += "".join(f"a,1,{n},1,2\n" for n in (1, 2, 4, 8))
+    rows += "".join(f"b,1,{n},{s},{2 * s}\n" for n, s in ((1, 1), (2, 9), (4, 1), (8, 9)))
+    (tmp_path / "gpt.csv").write_text(rows)
+    printed("import --layer-times", tmp_path / "gpt.csv", "--output", tmp_path)
+    words = "predict --layout dp=1 --batch-size 3 --topology 1x1 --bandwidth 1e9 --memory 1GB"
+    told = printed(words, "--profile", tmp_path / "profile-gpt.json").err
+    (line,) = (line for line in told.splitlines() if line.startswith("warning:"))
+    assert re.search(r"off by more than 50% for \d+% of a step on device, worst b \(\d+%\)", line)
+
+
 @pytest.mark.parametrize(
     "times",
     [
