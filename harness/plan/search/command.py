@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search-budget",
         type=int,
         metavar="N",
-        help="most plans that the search proposes (default of simulator: 400 to 12000, the fewer the "
-        "larger model and cluster are; of maxload: 12000; of flexflow2018: 250000, or none with "
+        help="most plans that the search proposes (default of simulator: 400 to 12000, fewer for a "
+        "larger model and cluster; of maxload: 12000; of flexflow2018: 250000, or none with "
         "--search-seconds)",
     )
     how.add_argument(
