@@ -30,8 +30,8 @@ from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
-    LEAST_GAIN,
     MOST_COMPARED,
+    SHARDING_GAIN,
     may_shard_for_speed,
     useful_states,
 )
@@ -140,7 +140,7 @@ class LayoutSearch:
             for one in plain[:MOST_COMPARED]
             if one.layout.dp > 1
         ]
-        return [one for one in found if one.step_s <= plain[0].step_s / LEAST_GAIN]
+        return [one for one in found if one.step_s <= plain[0].step_s / SHARDING_GAIN]
 
     def single_s(self) -> float:
         """Of the batch on one device, in the best size of microbatch, whatever it needs."""

@@ -21,8 +21,8 @@ from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
 from harness.plan.simulate.sharded_state import (
-    LEAST_GAIN,
     MOST_COMPARED,
+    SHARDING_GAIN,
     may_shard_for_speed,
     useful_states,
 )
@@ -116,7 +116,7 @@ class Searches:
             trial = Trial.from_strategy(simulator, sharded)
             if any(len(group) > 1 for _, group in trial.slices()):
                 objective.start(f"{one.method}, sharded optimizer")
-                objective.judge(trial, most_s=plain[0].step_s / LEAST_GAIN)
+                objective.judge(trial, most_s=plain[0].step_s / SHARDING_GAIN)
 
     def _flows(self) -> list[_Flow]:
         """For single-stage strategies: whole batches first. Where memory binds, also recomputation

@@ -41,9 +41,9 @@ Slice = tuple[int, Group]
 Sharing = Callable[[Group], Sequence[Group]]
 
 # Where memory needs no sharded state, a plan shards the optimizer's if that makes its step so many
-# times as fast; a search compares so many of its fastest plans. Less could be an error of the
-# prediction, and whole state outlives a lost rank.
-LEAST_GAIN = 1.02
+# times as fast; a search compares so many of its fastest plans. With less gain it stays whole,
+# because whole state outlives a lost rank.
+SHARDING_GAIN = 1.02
 MOST_COMPARED = 8
 
 

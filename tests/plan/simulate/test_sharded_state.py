@@ -307,7 +307,7 @@ COSTS = pytest.mark.parametrize("cost", ["simulator", "layouts"])
         (0.1, 16.0, "optimizer"),
         # 32 B go both ways in 2 s: after the backward, or half of them before the forward.
         (0.0, 16.0, "none"),
-        # 0.16 s of 8.32 s are within the error of a prediction.
+        # 0.16 s of 8.32 s are too little.
         (0.01, 16.0, "none"),
         (0.0, 1e6, "none"),
     ],
