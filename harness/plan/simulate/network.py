@@ -53,15 +53,14 @@ class Curves:
     ) -> Floats | None:
         """Seconds of one collective, by its bytes, or None if no measured curve applies.
 
-        Curves of a cluster of several nodes do not apply to a group inside one node. Parts are
-        exchanged node by node where nodes have several devices, and over gloo by messages of all to
-        all, because its own reduce-scatter and all-gather send more; so are they by the executor.
+        Curves of a cluster of several nodes do not apply to a group inside one node. The executor
+        exchanges parts node by node where nodes have several devices, and over gloo by messages
+        that use both directions of the links, which gloo's own reduce-scatter does not.
         """
-        is_part = operation != "all_reduce"
-        curves = self._curves.get("all_to_all" if is_part and not self._is_nccl else operation)
+        curves = self._curves.get(operation)
         if not curves or (self._n_nodes > 1 and not spans_nodes):
             return None
-        if is_part and not self._has_flat_groups:
+        if operation != "all_reduce" and not (self._is_nccl and self._has_flat_groups):
             return None
         nearest = min(curves, key=lambda n: (abs(n - n_ranks), n))
         ratio = ((n_ranks - 1) / n_ranks) / ((nearest - 1) / nearest)
