@@ -165,7 +165,7 @@ def speed_class(bytes_per_s: float | None) -> float | None:
     return round(2 * math.log10(bytes_per_s / GIGABIT)) / 2 if bytes_per_s else None
 
 
-def _telling_variables(runs: Iterable[RunNumbers]) -> list[str]:
+def telling_variables(runs: Iterable[RunNumbers]) -> list[str]:
     """Environment variables that differ between runs."""
     found = rank_settings([run.header for run in runs])
     return [name for name, _, differ in found if differ and name not in HOST_SETTINGS]
@@ -208,7 +208,7 @@ def _cluster_words(run: RunNumbers, variables: Sequence[str]) -> list[str]:
 
 def cluster_labels(runs: Sequence[RunNumbers]) -> dict[int, str]:
     """A label for the cluster of each run, by the run's id: as short as stays unique."""
-    variables = _telling_variables(runs)
+    variables = telling_variables(runs)
     identities = {id(run): cluster_identity(run, variables) for run in runs}
     firsts: dict[str, RunNumbers] = {}
     for run in runs:

@@ -13,7 +13,15 @@ import pandas as pd
 from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive.settings import BETWEEN_STEPS, rest_of_config, telling_settings
 from harness.measure.statistics import Summary
-from harness.plot.catalog import Catalog, RepeatGroup, TrainingCase, merged, short_kind, speed_class
+from harness.plot.catalog import (
+    Catalog,
+    RepeatGroup,
+    TrainingCase,
+    merged,
+    short_kind,
+    speed_class,
+    telling_variables,
+)
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     LEGEND_ROW_IN,
@@ -24,6 +32,7 @@ from harness.plot.style import (
     move_clear,
     note_failures,
     series_style,
+    shorten,
     spread_caption,
 )
 from harness.units import format_number
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
 
 LABEL_PT = 8
 # Settings that may differ between a series and its baseline: how much is trained, and where to.
+NAMED = ("model", "dtype", "data", "dataset")  # in the name of a series anyway
 FREE = frozenset({
     "batch", "global_batch", "batch_per_device", "scaling", "samples_per_epoch", "source",
     "warm_up", "seed", "n_samples", "bucket_mib", "balance", "memory",
@@ -97,14 +107,21 @@ def _telling(cases: Iterable[TrainingCase]) -> list[str]:
 def _problem(case: TrainingCase) -> dict[str, Any]:
     """The settings of a model and its training in which a series and its baseline agree."""
     rest = rest_of_config(case.case.runs[0], BETWEEN_STEPS | FREE)
-    return {name: value for name, value in rest.items() if name not in ("data", "dataset")}
+    return {name: value for name, value in rest.items() if name not in NAMED}
+
+
+def _variables_words(case: TrainingCase, names: Iterable[str]) -> str:
+    """Environment variables of the first rank."""
+    own = case.case.header.ranks[0].settings if case.case.header.ranks else {}
+    return ", ".join(f"{name}={shorten(own[name], 40)}" for name in names if name in own)
 
 
 def _series(case: TrainingCase, telling: list[str], problem: str) -> str:
     """Name of a series, as short as is unique.
 
     Args:
-        problem: the settings that tell it from other problems of the same model, in words.
+        problem: the settings and environment variables that tell it from other problems of the
+            same model, in words.
     """
     first, setting = case.first, _setting(case)
     words = [first.strategy, first.model, first.dtype, _device_words(case.case)]
@@ -113,12 +130,15 @@ def _series(case: TrainingCase, telling: list[str], problem: str) -> str:
 
 
 def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
-    telling, found = _telling(cases), []
+    telling, found = _telling(cases), list[ScalingPoint]()
+    variables = telling_variables(run for case in cases for run in case.case.runs)
     for model in dict.fromkeys(case.first.model for case in cases):
         own = [case for case in cases if case.first.model == model]
         told = telling_settings([_problem(case) for case in own])
-        points = (_training_point(*pair, telling) for pair in zip(own, told, strict=True))
-        found += [point for point in points if point is not None]
+        for case, settings in zip(own, told, strict=True):
+            words = filter(None, (settings, _variables_words(case, variables)))
+            point = _training_point(case, " · ".join(words), telling)
+            found += [] if point is None else [point]
     return found
 
 
@@ -281,8 +301,9 @@ FIGURE = Figure(
         "How much of the ideal speed-up remains with more devices. Strong scaling divides a fixed "
         "problem: t(1) / (n t(n)). Weak scaling gives each device a fixed problem: t(1) / t(n). "
         "The problem is a global batch, the samples of an epoch or the FLOPs of a product. 100 % "
-        "(grey) is ideal. A series starts at its run on the fewest devices; its line is dashed "
-        "between points that are more than a doubling apart. If a run has unlike devices, its "
+        "(grey) is ideal. Points of a series agree in settings and environment variables. It "
+        "starts at its run on the fewest devices; its line is dashed between points that are more "
+        "than a doubling apart. If a run has unlike devices, its "
         "series starts at the first rank's device, so 100 % is not the ideal. "
         f"{spread_caption('Whiskers')}"
     ),

@@ -289,6 +289,22 @@ def test_a_model_of_another_size_is_no_baseline_of_scaling(tmp_path):
     assert table["n_devices"].tolist() == [1, 2]
 
 
+def test_runs_under_other_environment_variables_are_series_of_their_own(tmp_path):
+    for name, settings, n, compute_s in (
+        *(("one", {}, 1, 0.3), ("none", {}, 2, 0.2)),
+        *(("ring", {"NCCL_ALGO": "Ring"}, 2, 0.21), ("tree", {"NCCL_ALGO": "Tree"}, 2, 0.22)),
+    ):
+        header = make_header(
+            "train", train_config("ddp", 32), make_cluster(n), settings, run_id=name
+        )
+        write_run(tmp_path, header, training_records(n, 32, compute_s, 0.0))
+    table = table_of("scaling", catalog_of(tmp_path))
+    labels = set(table[table["n_devices"] == 2]["label"])
+    series = "ddp · resnet50 · fp32 · RTX 3070"
+    assert labels == {f"{series}{more}, by step"
+                      for more in ("", " · NCCL_ALGO=Ring", " · NCCL_ALGO=Tree")}  # fmt: skip
+
+
 def test_two_devices_of_one_node_are_no_point_of_a_series_over_an_unknown_network(tmp_path):
     for hosts in (["a", "b"], ["a", "a"], ["a", "b", "c"]):
         config, cluster = train_config("ddp", 32), cluster_of(hosts, kind=GPU)
