@@ -263,6 +263,9 @@ def trial_title(tried: Sequence[Tried]) -> str:
     )
 
 
+_BASELINES = {"single": "one device", "ddp": "data parallel"}
+
+
 def trial_ratios(tried: Sequence[Tried], result: PlanResult) -> str:
     """How fast the fastest plan is beside one device and data parallel: measured where these were
     tried too, else predicted; empty if none was tried."""
@@ -270,10 +273,8 @@ def trial_ratios(tried: Sequence[Tried], result: PlanResult) -> str:
         return ""
     measured = {candidate.method: place.duration_s for candidate, place in tried}
     fastest_s, parts = tried[0].place.duration_s, []
-    for name, words, predicted in (
-        ("single", "one device", result.speedup_over_single),
-        ("ddp", "data parallel", result.speedup_over_ddp),
-    ):
+    speedups = (result.speedup_over_single, result.speedup_over_ddp)
+    for (name, words), predicted in zip(_BASELINES.items(), speedups, strict=True):
         if name in measured:
             ratio = measured[name] / fastest_s
             parts.append(f"measured {ratio:.2f} times as fast as {words}")
@@ -283,12 +284,18 @@ def trial_ratios(tried: Sequence[Tried], result: PlanResult) -> str:
 
 
 def trial_doubts(tried: Sequence[Tried], ranked: Sequence[Candidate]) -> list[str]:
-    """A warning if a plan unlike all that were tried may be faster, because the predictions of
-    these are further off than the plan's is slower."""
+    """A warning if data parallel, one device or a plan unlike all that were tried may be faster,
+    because the predictions of these are further off than the plan's is slower."""
     if not tried:
         return []
+    methods = {candidate.method for candidate, _ in tried}
     likenesses = {_likeness(candidate) for candidate, _ in tried}
-    others = [candidate for candidate in ranked if _likeness(candidate) not in likenesses]
+    others = [
+        candidate
+        for candidate in ranked
+        if candidate.method not in methods
+        and (candidate.method in _BASELINES or _likeness(candidate) not in likenesses)
+    ]
     ratios = [candidate.step_s / place.duration_s for candidate, place in tried]
     factor = max(max(ratio, 1 / ratio) for ratio in ratios)
     nearest = min(others, key=lambda candidate: candidate.step_s, default=None)

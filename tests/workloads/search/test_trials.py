@@ -113,7 +113,7 @@ def test_only_plans_that_were_tried_are_compared_by_measured_steps():
 
 
 def test_a_plan_that_was_not_tried_is_named_if_predictions_are_further_off_than_its_gap():
-    ddp, gpipe, like = named("ddp", 0.06), named("gpipe", 0.05, n_stages=2), named("dp", 0.051)
+    ddp, gpipe, like = named("ddp", 0.06), named("gpipe", 0.05, n_stages=2), named("dp", 0.05)
     off = Tried(gpipe, Place(index=0, duration_s=0.025, n_rounds=4))
     near = Tried(gpipe, Place(index=0, duration_s=0.049, n_rounds=4))
     (line,) = trial_doubts([off], [gpipe, ddp])
@@ -123,7 +123,9 @@ def test_a_plan_that_was_not_tried_is_named_if_predictions_are_further_off_than_
         "devices, or train it, too"
     )
     assert trial_doubts([near], [gpipe, ddp]) == []
-    assert trial_doubts([off, Tried(like, off.place)], [gpipe, like, ddp]) == []
+    other, tried = named("tensor parallel", 0.06), [off, Tried(like, off.place)]
+    assert trial_doubts(tried, [gpipe, like, other]) == []
+    assert trial_doubts(tried, [gpipe, like, other, ddp]) == [line]
     assert trial_doubts([], [gpipe, ddp]) == []
 
 
