@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from harness.plan.compiled import compiled, inlined, pop, push
-from harness.plan.simulate.work import BACKWARD, FORWARD, NONE, freed_by_sum, offsets, reduce_of
+from harness.plan.simulate.passes import BACKWARD, FORWARD, NONE
+from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
 
 
 @inlined

@@ -18,6 +18,7 @@ from harness.plan.simulate.activations import (
     held_outputs,
     received_bytes,
 )
+from harness.plan.simulate.passes import BACKWARD, FORWARD, N_PASSES, WEIGHT
 from harness.plan.simulate.reductions import reduction_columns, with_averages
 from harness.plan.simulate.sharded_state import (
     Gathers,
@@ -32,10 +33,6 @@ from harness.plan.simulate.sharded_state import (
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
 from harness.plan.simulate.work import (
-    BACKWARD,
-    FORWARD,
-    N_PASSES,
-    WEIGHT,
     Links,
     Work,
     count_waits,

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +29,9 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.passes import BACKWARD, FORWARD, NONE
 from harness.plan.simulate.tables import Buckets, Flow, Tables
 from harness.plan.simulate.transfers import Floats, Ints
-
-if TYPE_CHECKING:
-    pass
 
 Group = tuple[int, ...]
 Slice = tuple[int, Group]
@@ -345,8 +343,6 @@ def plan_gathers(
 ) -> Gathers:
     """The all-gathers of a step and the tasks that they wait for and that wait for them. Weights
     that are not freed are gathered once, from the last step's optimizer on."""
-    from harness.plan.simulate.work import BACKWARD, FORWARD, NONE
-
     preceding = np.full(len(following), NONE, dtype=np.int64)
     known = np.flatnonzero(following != NONE)
     preceding[following[known]] = known

@@ -17,6 +17,7 @@ import numpy as np
 
 from harness.domain.record import Span
 from harness.domain.strategy import Strategy
+from harness.plan.simulate.passes import N_PASSES, WEIGHT
 from harness.plan.simulate.report import contention_seconds, spans
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial
 from harness.plan.simulate.tables import Tables
@@ -92,8 +93,6 @@ class _Windows:
     def _ends(self, n_fed: int) -> Floats:
         """(n_devices,) end of the step that follows `n_fed` microbatches; NaN for devices without a
         stage."""
-        from harness.plan.simulate.work import N_PASSES, WEIGHT
-
         out = self._simulation.outcome
         n_rows, n_microbatches = len(out.lowered.rows), self._simulation.strategy.n_microbatches
         finish = out.finish[: out.lowered.begins[0]].reshape(N_PASSES, n_microbatches, n_rows)

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.plan.compiled import compiled, inlined
-
-FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
-N_PASSES = 4
-NONE = -1
+from harness.plan.simulate.passes import BACKWARD, FORWARD, N_PASSES, NONE, RECOMPUTE, WEIGHT
 
 
 @inlined
