@@ -23,6 +23,7 @@ from measured_runs import (
 )
 
 from harness.domain.record import Sample, Span
+from harness.measure.derive.doubts import DoubtKind
 from harness.measure.derive.strategies import StrategyRow
 from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
 from harness.plot.figures import FIGURES, load_figure
@@ -322,7 +323,7 @@ def test_the_warnings_of_a_run_stand_in_one_line(tmp_path):
     writer = RecordWriter(run_dir, 0)
     writer.write([Span(kind="step", step=k, start_s=90.0 + k, duration_s=9.0) for k in (98, 99)])
     writer.close()
-    (line,) = warnings(catalog_of(tmp_path))["Steps are few or vary"]
+    (line,) = warnings(catalog_of(tmp_path))[DoubtKind.SPREAD]
     assert "; " in line
 
 
