@@ -176,7 +176,7 @@ _ELEMENTWISE = {
     "gt", "ge", "where", "masked_fill", "maximum", "minimum", "cos", "sin", "square", "reciprocal",
     "erf", "mish", "softsign", "clone", "type_as", "logical_and", "logical_or", "logical_not",
     "clamp_min", "clamp_max", "clip", "sign", "rsub", "__and__", "__or__", "bitwise_and",
-    "bitwise_or", "bitwise_not",
+    "bitwise_or", "bitwise_not", "double", "half", "bfloat16", "long", "int", "bool",
 }  # fmt: skip
 CONCATENATIONS = {"cat", "concat", "concatenate"}
 _RESHAPES = {

@@ -280,3 +280,18 @@ def test_unknown_functions_are_named_in_one_line_with_their_flops_if_they_have_a
     (record,) = caplog.records
     names = "ConvTranspose2d (1), LocalResponseNorm (0)"
     assert f"does not know {names}: operators with {n_flops:.3g} of" in record.getMessage()
+
+
+@pytest.mark.parametrize("cast", ["float", "double", "half", "bfloat16", "long", "int", "bool"])
+def test_casts_are_elementwise(cast):
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(getattr(x, cast)().to(x.dtype))
+
+    graph = capture(task_on(Casting(), 4), 2, "model").graph
+    kinds = {op.attrs.get("function"): op.kind for op in graph.operators}
+    assert kinds[cast] == "elementwise"
