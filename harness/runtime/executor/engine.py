@@ -30,7 +30,7 @@ from harness.runtime.executor.gradients.update import (
     ParameterHooks,
     WeightUpdate,
 )
-from harness.runtime.executor.lowered import Lowered, lower
+from harness.runtime.executor.lowered import LoweredStrategy, lower_strategy
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import make_program
@@ -112,7 +112,7 @@ class ExecutorEngine:
 
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
-        lowered = lower(captured, meta, plan, world, options)
+        lowered = lower_strategy(captured, meta, plan, world, options)
         self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units
         gradient_groups = make_groups(self.holders, replicas, self._groups, world)
         exchanging = sorted({unit.devices for unit in units})
@@ -185,7 +185,9 @@ class ExecutorEngine:
 
     # Building
 
-    def _make_program(self, lowered: Lowered, size: int, meta: MetaModel) -> tuple[Program, Moves]:
+    def _make_program(
+        self, lowered: LoweredStrategy, size: int, meta: MetaModel
+    ) -> tuple[Program, Moves]:
         """This rank's program for a size of microbatch."""
         tasks = DeviceTasks(
             task=self._task,

@@ -18,7 +18,7 @@ from harness.runtime.executor.transport.messages import Message, find_messages, 
 from harness.runtime.ranks.world import World
 
 
-class Lowered(NamedTuple):
+class LoweredStrategy(NamedTuple):
     """The exchanges of a strategy before any process group is made; equal on all ranks.
 
     Attributes:
@@ -38,9 +38,9 @@ class Lowered(NamedTuple):
     units: list[UnitPlan]
 
 
-def lower(
+def lower_strategy(
     captured: Captured, meta: MetaModel, plan: ExecutorPlan, world: World, options: EngineOptions
-) -> Lowered:
+) -> LoweredStrategy:
     """Lower a strategy; the first rank warns of operators and weights that it cannot divide.
 
     Raises:
@@ -67,4 +67,4 @@ def lower(
         warn_of_gathered(forms[0])
         warn_if_unsharded(holders, strategy, replicas)
     messages = {size: find_messages(form, world.size) for size, form in by_size.items()}
-    return Lowered(by_size, messages, holders, sums, collectives, replicas, units)
+    return LoweredStrategy(by_size, messages, holders, sums, collectives, replicas, units)
