@@ -20,8 +20,6 @@ from harness.domain.strategy import Stage, Strategy
 
 # Most segments of a stage, because finding cuts takes time in proportion.
 MOST_OF_STAGE = 64
-# Of the weights, in a unit of whole segments.
-_LARGEST_SHARE = 1 / 8
 
 
 def segment_numbers(graph: Graph, operators: Sequence[int], n_segments: int) -> list[int]:
@@ -48,20 +46,6 @@ def recomputed_segments(graph: Graph, strategy: Strategy) -> dict[str, int]:
             if any(numbers):
                 found |= zip((graph.operators[op].name for op in own), numbers, strict=True)
     return found
-
-
-def is_full(n_bytes: float, limit: float, total: float, *, is_at_cut: bool) -> bool:
-    """Whether a unit ends: sharded weights that are gathered together before their use. In a stage
-    that runs again in segments it ends with a segment, because it cuts one in which it ends; but
-    with few segments, units of whole ones would be most of the weights.
-
-    Args:
-        n_bytes: of the unit so far.
-        limit: least bytes of a unit.
-        total: bytes of all units.
-        is_at_cut: no segment would be cut.
-    """
-    return n_bytes >= limit and (is_at_cut or n_bytes >= total * _LARGEST_SHARE)
 
 
 def stage_operators(graph: Graph, strategy: Strategy, stage: int) -> list[int]:

@@ -18,10 +18,11 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.shard_state import ShardState, shards_parameters
 from harness.domain.strategy import OperatorPlan
+from harness.domain.weight_units import unit_ends
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.activations import find_segments, gradients_passed, received_bytes
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import bucket_memory, fill
+from harness.plan.simulate.sharded_state import bucket_memory
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.transfers import Floats, Ints
 
@@ -202,10 +203,10 @@ def segment_starts(
 def unit_starts(
     weights: Floats, cuts: Sequence[int] | None, options: SimulatorOptions, *, is_freeing: bool
 ) -> list[int]:
-    """Where the units of a stage's sharded parameters begin, as by `sharded_state.plan_units`, by
-    bytes of each operator's weights; its segments begin at the cuts."""
-    sizes, limit = weights.tolist(), options.bucket_bytes
-    return [0, *fill(sizes, limit, cuts, is_freeing=is_freeing)[:-1]]
+    """Where the units of a stage's sharded parameters begin, by bytes of each operator's weights;
+    its segments begin at the cuts."""
+    ends = unit_ends(weights.tolist(), options.bucket_bytes, cuts, is_freeing=is_freeing)
+    return [0, *ends[:-1]]
 
 
 def active_bytes(
@@ -268,7 +269,7 @@ def buckets_in_turn(weights: Floats, options: SimulatorOptions) -> tuple[list[in
     """The ends of a stage's buckets of sharded gradients and their bytes, from its last operator
     on, by bytes of each operator's gradients."""
     in_turn = weights[::-1]
-    ends = fill(in_turn.tolist(), options.bucket_bytes)
+    ends = unit_ends(in_turn.tolist(), options.bucket_bytes)
     return ends, [float(in_turn[a:b].sum()) for a, b in pairwise((0, *ends))]
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
+from harness.domain.weight_units import Unit
 from harness.plan.simulate.activations import (
     find_segments,
     gradients_passed,
@@ -22,13 +23,13 @@ from harness.plan.simulate.passes import BACKWARD, FORWARD, N_PASSES, WEIGHT
 from harness.plan.simulate.reductions import reduction_columns, with_averages
 from harness.plan.simulate.sharded_state import (
     Gathers,
-    Unit,
     cut_segments,
+    find_units,
     passing_bytes,
     plan_gathers,
-    plan_units,
     saved_bytes,
     scattered,
+    shared_weights,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
@@ -93,7 +94,8 @@ def lower(
     is_freeing = shards_parameters(shard_state)
     # Averaged replicas gather new weights at once, because averages change them too.
     is_gathered = shard_state != "none" and (is_freeing or simulator.options.sync_every == 1)
-    units = plan_units(tables, flow, sharing, is_freeing=is_freeing) if is_gathered else []
+    weights = shared_weights(tables, flow, sharing) if is_gathered else []
+    units = find_units(tables, flow, weights, is_freeing=is_freeing) if weights else []
     freed = units if is_freeing else []
     segment_of = cut_segments(tables, flow, freed)
     passing = np.zeros((2, len(rows)))
@@ -161,7 +163,7 @@ def lower(
         last=last,
         peak=peak,
         alone=alone.sum(axis=0),
-        saved=saved_bytes(tables, flow, freed, sharing),
+        saved=saved_bytes(weights if is_freeing else [], freed, n_devices),
         gathered=gathers.units,
     )
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness.domain.shard_state import ShardState
+from harness.domain.shard_state import Group, ShardState
+from harness.domain.weight_units import Unit
 from harness.plan.simulate.network import Collective, CollectiveName, Network
-from harness.plan.simulate.sharded_state import Group, Unit
 from harness.plan.simulate.tables import Buckets, Tables, pointers
 from harness.plan.simulate.transfers import Sum
 
@@ -59,7 +59,7 @@ def reduction_columns(
         _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
     ]
     found += _buckets(simulator, buckets, shard_state)
-    found += (_part(network, "all_gather", unit.group, unit.n_bytes) for unit in gathered)
+    found += (_part(network, "all_gather", unit.devices, unit.n_bytes) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
         "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),

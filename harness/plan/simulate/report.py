@@ -128,8 +128,8 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
     lowered, operators = simulation.outcome.lowered, simulation.simulator.graph.operators
     if number >= len(lowered.buckets.groups):
         unit = lowered.gathered[number - len(lowered.buckets.groups)]
-        group, members = unit.group, list(unit.operators)
-        share = _gather_share(simulation, unit.group)
+        group, members = unit.devices, list(unit.operators)
+        share = _gather_share(simulation, unit.devices)
         kind, n_bytes = "all-gather", float(unit.n_bytes)
     else:
         group, members = lowered.buckets.groups[number], lowered.buckets.members[number]
@@ -362,8 +362,8 @@ def _network_lines(simulation: Simulation) -> list[str]:
     )
     units, first = out.lowered.gathered, dict[tuple[int, ...], tuple[int, ...]]()
     for unit in units:  # nodes that gather apart count once
-        first.setdefault(unit.operators, unit.group)
-    gathered = sum(unit.n_bytes for unit in units if unit.group == first[unit.operators])
+        first.setdefault(unit.operators, unit.devices)
+    gathered = sum(unit.n_bytes for unit in units if unit.devices == first[unit.operators])
     if gathered:
         lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines

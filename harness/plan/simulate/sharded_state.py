@@ -1,39 +1,37 @@
 """What sharded state costs and saves: parts of each device, rounds of gradients, all-gathers.
 
 A reduce-scatter and an all-gather take what was measured, else each half of an all-reduce;
-`layouts.state` prices whole layouts by the same rules. Sharded parameters are gathered one unit of
-weights ahead of its use:
-
-    unit 0   |gather|--- operators ---|
-    unit 1           |gather|         |--- operators ---|
-    unit 2                            |gather|          |--- operators ---|
-
-Weights that are not freed are gathered once a step, from the optimizer of the last one on.
-
-The executor gathers by the same rules (`runtime.executor.sharded.gathers`): a unit stays from its
-first to its last use in an action, and the next one is gathered from then on that it is in use.
+`layouts.state` prices whole layouts by the same rules. Sharded parameters are gathered in units
+(`domain.weight_units`), the next one from then on that a unit is in use; weights that are not freed
+are gathered once a step, from the optimizer of the last one on.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from harness.domain.checkpoints import is_full, segment_numbers
+from harness.domain.checkpoints import segment_numbers
 from harness.domain.graph import Graph, Operator
-from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
+from harness.domain.shard_state import SHARD_STATES, Group, ShardState, shards_in_nodes
+from harness.domain.weight_units import (
+    SharedWeight,
+    Unit,
+    plan_units,
+    plan_visits,
+    starts_segment,
+)
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.passes import BACKWARD, FORWARD, NONE
+from harness.plan.simulate.passes import NONE, PASSES
 from harness.plan.simulate.tables import Buckets, Flow, Tables
 from harness.plan.simulate.transfers import Floats, Ints
 
-Group = tuple[int, ...]
 Slice = tuple[int, Group]
 # The groups of some holders that each keep a slice in parts.
 Sharing = Callable[[Group], Sequence[Group]]
@@ -79,32 +77,6 @@ def _may_have_hooks(operator: Operator) -> bool:
     return is_whole and has_parameters
 
 
-def fill(
-    sizes: Sequence[float],
-    limit: float,
-    cuts: Collection[int] | None = None,
-    *,
-    is_freeing: bool = True,
-) -> list[int]:
-    """Cut a row of sizes into units, each of which ends with the size that reaches the limit.
-
-    Args:
-        cuts: where the segments of a stage that runs again begin, in which units end late.
-        is_freeing: units are freed after use, so that no unit may be most of the weights.
-
-    Returns:
-        One more than the position of each unit's last size.
-    """
-    ends, filled, total = [], 0.0, sum(sizes) if is_freeing else np.inf
-    for end, size in enumerate(sizes, 1):
-        filled += size
-        is_at_cut = cuts is None or end in cuts
-        if end == len(sizes) or is_full(filled, limit, total, is_at_cut=is_at_cut):
-            ends.append(end)
-            filled = 0.0
-    return ends
-
-
 def bucket_memory(sizes: Sequence[float]) -> list[float]:
     """Bytes of one group's buckets of gradients that are in memory while backward fills each one:
     it, and the one before, which is on its way and so both sent and received. The last bucket
@@ -139,7 +111,7 @@ def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict
         if len(holders) > 1:
             found[holders] += n_bytes
     for unit in set(gathered):
-        found[unit.group] -= unit.n_bytes
+        found[unit.devices] -= unit.n_bytes
     return {group: n_bytes for group, n_bytes in sorted(found.items()) if n_bytes > 0}
 
 
@@ -214,23 +186,6 @@ def _shifted(numbers: Ints, n: int, by: int) -> Ints:
     return (numbers + by * np.arange(n)[:, None]).ravel()
 
 
-class Unit(NamedTuple):
-    """Weights of operators, in the order of forward, that are gathered together."""
-
-    group: Group
-    stage: int
-    operators: tuple[int, ...]
-    n_bytes: int
-
-    @property
-    def first(self) -> int:
-        return self.operators[0]
-
-    @property
-    def last(self) -> int:
-        return self.operators[-1]
-
-
 class Gathers(NamedTuple):
     """The all-gathers of a step.
 
@@ -244,45 +199,39 @@ class Gathers(NamedTuple):
     after: list[tuple[int, int]]
 
 
-def plan_units(tables: Tables, flow: Flow, sharing: Sharing, *, is_freeing: bool) -> list[Unit]:
-    """The units of sharded weights, in the order of their first use."""
-    segment_of = dict[int, int]()
-    for ops, numbers in _recomputed(tables, flow):
-        if any(numbers):
-            segment_of |= zip(ops, numbers, strict=True)
-    slices: dict[tuple[Group, int], list[tuple[list[int], int]]] = defaultdict(list)
-    for operators, group, n_bytes in sorted(freed_slices(tables, flow, sharing)):
-        slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
-    found = []
-    for (group, stage), own in slices.items():
-        single = None if is_freeing or not flow.recompute[stage] else 0
-        at = [segment_of.get(members[0], single) for members, _ in own]
-        cuts = None if at[0] is None else [k for k in range(1, len(at)) if at[k] != at[k - 1]]
-        sizes, limit = [n_bytes for _, n_bytes in own], tables.options.bucket_bytes
-        ends = fill(sizes, limit, cuts, is_freeing=is_freeing)
-        for start, end in pairwise((0, *ends)):
-            users = {op for members, _ in own[start:end] for op in members}
-            n_bytes = sum(n for _, n in own[start:end])
-            found.append(Unit(group, stage, tuple(sorted(users)), n_bytes))
-    return sorted(found, key=lambda unit: (unit.first, unit.group))
-
-
-def freed_slices(
-    tables: Tables, flow: Flow, sharing: Sharing
-) -> list[tuple[list[int], Group, int]]:
-    """(operators, devices, bytes) of each slice that several devices share, and use in one
-    stage."""
-    found: list[tuple[list[int], Group, int]] = []
+def shared_weights(tables: Tables, flow: Flow, sharing: Sharing) -> list[SharedWeight]:
+    """The weights that several devices share, and use in the same operators."""
+    found: list[SharedWeight] = []
     for op in tables.parameterised:
         if tables.last_user.get(op, op) != op:
             continue  # with the last operator that uses its weights
-        operators, own = list(tables.tied.get(op, (op,))), tables.slices[op]
-        if any(tables.slices[each] != own for each in operators):
+        operators, slices = tuple(tables.tied.get(op, (op,))), tables.slices[op]
+        if any(tables.slices[user] != slices for user in operators):
             continue
-        if len({int(flow.stage_of[each]) for each in operators}) == 1:
-            shared = shared_slices(own, sharing)
-            found += [(operators, group, n) for n, group in shared if len(group) > 1]
+        stages = frozenset(flow.stage_of[list(operators)].tolist())
+        found += [
+            SharedWeight(group, operators, stages, n_bytes)
+            for n_bytes, group in shared_slices(slices, sharing)
+            if len(group) > 1
+        ]
     return found
+
+
+def find_units(
+    tables: Tables, flow: Flow, weights: Sequence[SharedWeight], *, is_freeing: bool
+) -> list[Unit]:
+    """The units of shared weights, in the order of their first use."""
+    segments: dict[int, int] = {}
+    for ops, numbers in _recomputed(tables, flow):
+        if any(numbers):
+            segments |= zip(ops, numbers, strict=True)
+    return plan_units(
+        weights,
+        tables.options.bucket_bytes,
+        segments=segments,
+        recomputes=flow.recompute.tolist(),
+        is_freeing=is_freeing,
+    )
 
 
 def _recomputed(tables: Tables, flow: Flow) -> Iterator[tuple[list[int], list[int]]]:
@@ -298,36 +247,36 @@ def _recomputed(tables: Tables, flow: Flow) -> Iterator[tuple[list[int], list[in
 
 def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
     """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
-    as in the executor, an operator with weights of another unit begins one too."""
+    units of freed weights begin segments too."""
+    segment_of = np.zeros(tables.n_ops, dtype=np.int64)
+    if not units and max(flow.segments) == 1:
+        return segment_of
     units_of: dict[int, set[int]] = defaultdict(set)
     for number, unit in enumerate(units):
         for op in unit.operators:
             units_of[op].add(number)
-    found = np.zeros(tables.n_ops, dtype=np.int64)
-    if not units and max(flow.segments) == 1:
-        return found
     for ops, numbers in _recomputed(tables, flow):
         used: set[int] = set()
         segment = 0
         for op, before, number in zip(ops, [0, *numbers], numbers, strict=False):
-            if number > before or (used and not units_of[op] <= used):
+            if number > before or starts_segment(units_of[op], used):
                 segment, used = segment + 1, set()
             used |= units_of[op]
-            found[op] = segment
-    return found
+            segment_of[op] = segment
+    return segment_of
 
 
-def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit], sharing: Sharing) -> Floats:
-    """(n_devices,) bytes of weights that are freed, at the peak: without two units of each group,
-    the one in use and the next."""
-    saved = np.zeros(tables.n_devices)
-    for _, group, n_bytes in freed_slices(tables, flow, sharing) if units else ():
-        saved[list(group)] += n_bytes * (1 - 1 / len(group))
+def saved_bytes(weights: Sequence[SharedWeight], units: Sequence[Unit], n_devices: int) -> Floats:
+    """(n_devices,) bytes of freed weights, at the peak: without two units of each group, the one in
+    use and the next."""
+    saved = np.zeros(n_devices)
+    for weight in weights:
+        saved[list(weight.devices)] += weight.n_bytes * (1 - 1 / len(weight.devices))
     sizes: dict[Group, list[int]] = defaultdict(list)
     for unit in units:
-        sizes[unit.group].append(unit.n_bytes)
-    for group, own in sizes.items():
-        saved[list(group)] -= unit_memory(own)
+        sizes[unit.devices].append(unit.n_bytes)
+    for group, unit_sizes in sizes.items():
+        saved[list(group)] -= unit_memory(unit_sizes)
     return saved
 
 
@@ -346,40 +295,30 @@ def plan_gathers(
     preceding = np.full(len(following), NONE, dtype=np.int64)
     known = np.flatnonzero(following != NONE)
     preceding[following[known]] = known
-    found = Gathers([], [], [])
-    by_group: dict[Group, list[Unit]] = defaultdict(list)
-    for unit in units:
-        by_group[unit.group].append(unit)
+    gathers = Gathers([], [], [])
+    by_group: dict[Group, dict[int, Unit]] = defaultdict(dict)
+    for number, unit in enumerate(units):
+        by_group[unit.devices][number] = unit
     for group, own in by_group.items():
+        actions = flow.rank_actions[flow.rank_of[group[0]]]
+        if not is_freeing:
+            actions = [one for one in actions if one.kind == "forward" and one.microbatch == 0]
+        gathered = set[int]()
         before: list[int] = []  # first task on each device of the group's last gather
-        last: Unit | None = None
-        kept = set[Unit]()
-        rank = flow.rank_of[group[0]]
-        for kind, microbatch, stage in flow.actions[
-            flow.action_ptr[rank] : flow.action_ptr[rank + 1]
-        ].tolist():
-            if kind not in (FORWARD, BACKWARD):
+        for visit in plan_visits(actions, own):
+            if not is_freeing and visit.unit in gathered:
                 continue
-            here = [unit for unit in own if unit.stage == stage]
-            is_forward = kind == FORWARD
-            if not is_forward:
-                here.sort(key=lambda unit: -unit.last)
-            for unit in here:
-                if unit == last or unit in kept:
-                    continue
-                op = unit.first if is_forward else unit.last
-                first = [
-                    (kind * flow.n_microbatches + microbatch) * n_rows
-                    + int(row_at[op * tables.n_devices + device])
-                    for device in group
-                ]
-                number = len(found.units)
-                found.units.append(unit)
-                found.after.extend((number, task) for task in first)
-                if not is_freeing:
-                    kept.add(unit)
-                    continue
+            gathered.add(visit.unit)
+            unit, action = own[visit.unit], actions[visit.first]
+            ops = [op for op in unit.operators if flow.stage_of[op] == action.stage]
+            op = ops[0] if action.kind == "forward" else ops[-1]
+            first_task = (PASSES[action.kind] * flow.n_microbatches + action.microbatch) * n_rows
+            first = [first_task + int(row_at[op * tables.n_devices + device]) for device in group]
+            number = len(gathers.units)
+            gathers.units.append(unit)
+            gathers.after.extend((number, task) for task in first)
+            if is_freeing:
                 earlier = [int(preceding[task]) for task in before]
-                found.triggers.extend((number, task) for task in earlier if task != NONE)
-                before, last = first, unit
-    return found
+                gathers.triggers.extend((number, task) for task in earlier if task != NONE)
+                before = first
+    return gathers

@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from harness.domain.partition import SAMPLE
 from harness.domain.routes import LARGE_ELEMENTS, first_bucket_bytes
-from harness.domain.schedule import SCHEDULES, ScheduleName, rank_actions
+from harness.domain.schedule import SCHEDULES, Action, ScheduleName, rank_actions
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.passes import PASSES
 from harness.plan.simulate.transfers import Edges, Floats, Ints
-
-_PASS = {"forward": 0, "backward": 1, "weight": 2}
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,9 @@ class Flow:
     recompute: npt.NDArray[np.bool_]
     segments: tuple[int, ...]  # of each stage
     rank_of: Ints
+    rank_actions: list[list[Action]]
     action_ptr: Ints
-    actions: Ints
+    actions: Ints  # (n, 3) the same: pass, microbatch, stage
     split_weight: bool
 
 
@@ -85,22 +85,22 @@ def flow_of(
     has_weights, n_ranks = SCHEDULES[schedule].splits_backward, len(dict.fromkeys(stage_devices))
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
-    lists = []
+    ranks: list[list[Action]] = []
     for rank in range(n_ranks):
         rank_of[list(stage_devices[rank])] = rank
-        own: list[tuple[int, int, int]] = []
-        for action in rank_actions(
+        actions = rank_actions(
             schedule,
             n_stages=len(stages),
             n_microbatches=n_microbatches,
             n_ranks=n_ranks,
             rank=rank,
-        ):
-            own.append((_PASS[action.kind], action.microbatch, action.stage))
-            updates = options.updates_each_microbatch and not has_weights
-            if action.kind == "backward" and updates:
-                own.append((_PASS["weight"], action.microbatch, action.stage))
-        lists.append(own)
+        )
+        ranks.append([])
+        for action in actions:
+            ranks[-1].append(action)
+            if action.kind == "backward" and options.updates_each_microbatch and not has_weights:
+                ranks[-1].append(action._replace(kind="weight"))
+    rows = [(PASSES[kind], microbatch, stage) for own in ranks for kind, microbatch, stage in own]
     return Flow(
         n_microbatches=n_microbatches,
         stage_of=np.array(stages_of_ops, dtype=np.int64),
@@ -109,8 +109,9 @@ def flow_of(
         recompute=np.array([stage.recompute for stage in stages], dtype=np.bool_),
         segments=tuple(stage.segments for stage in stages),
         rank_of=rank_of,
-        action_ptr=pointers(lists),
-        actions=np.array([a for actions in lists for a in actions], dtype=np.int64).reshape(-1, 3),
+        rank_actions=ranks,
+        action_ptr=pointers(ranks),
+        actions=np.array(rows, dtype=np.int64).reshape(-1, 3),
         split_weight=has_weights,
     )
 

@@ -115,7 +115,7 @@ class ExecutorEngine:
         lowered = lower_strategy(captured, meta, plan, world, options)
         self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units
         gradient_groups = make_groups(self.holders, replicas, self._groups, world)
-        exchanging = sorted({unit.devices for unit in units})
+        exchanging = sorted({plan.unit.devices for plan in units})
         unit_groups = {ranks: self._groups.for_exchanges(ranks) for ranks in exchanging}
         self._channels = Channels(
             world,
@@ -133,7 +133,7 @@ class ExecutorEngine:
         prefix.park(self.weights, self.holders)
         self.is_cache_read = any(map(prefix.is_read, programs.values()))
         self.weights.allocate()
-        freed = [piece for unit in units if unit.is_freed for piece in unit.pieces]
+        freed = [piece for unit, pieces in units if unit.is_freed for piece in pieces]
         holders = self.holders.within(replicas.own)
         self.owners = Owners(holders, self.weights, replicas, world.rank, freed)
         self.model, self.replica = self.owners.module(self.weights), replicas.own

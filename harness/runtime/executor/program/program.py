@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from harness.domain.partition import Block, Interval
+from harness.domain.weight_units import starts_segment
 from harness.runtime.executor.geometry.layout import Layout, Part, Piece, Want
 from harness.runtime.executor.shards.forms import Forms
 from harness.runtime.executor.shards.regions import Relative
@@ -235,7 +236,7 @@ def _drafts(
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
         is_collective = forms.of[part.operator] == "collective"
         units = forms.units.get((part.operator, device), frozenset())
-        is_next = not units <= draft.units and bool(draft.units)
+        is_next = starts_segment(units, draft.units)
         if not forms.freed:  # waited for where they are used first
             is_next = not (units <= awaited or layout.strategy.stages[stage].recompute)
             awaited |= units

@@ -4,15 +4,8 @@
     rank 1   own rows of a b c --->  rank 0        the next forward; parameters: before each use,
                                                    then freed
 
-Freed slices are gathered in units, one unit ahead:
-
-    unit 0   |gather|--- segment 0 ---|free
-    unit 1           |gather|         |--- segment 1 ---|free
-    unit 2                            |gather|          |--- segment 2 ---| kept for its backward
-
-In an action (the forward or backward of one microbatch on one stage) a unit has memory from its
-first to its last use. All holders of a unit plan the same visits from the schedule alone, so that
-they gather in one order. A unit that is the last of one action and the first of the next stays.
+Freed slices are gathered in units, one unit ahead (`domain.weight_units`). All holders of a unit
+plan the same visits from the schedule alone, so that they gather in one order.
 """
 
 from __future__ import annotations
@@ -26,6 +19,7 @@ from torch import Tensor
 
 from harness.domain.schedule import Action
 from harness.domain.shard_state import Group
+from harness.domain.weight_units import Unit, plan_visits
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.sharded.units import UnitPlan, WeightUnit
@@ -39,46 +33,43 @@ Needs = Callable[[int, int], Sequence[frozenset[int]]]
 _MOST_ON_THEIR_WAY = 2
 
 
-class Visit(NamedTuple):
-    """One stay of a unit in memory: the moments of its first and last use on this rank."""
+class GatherPlan(NamedTuple):
+    """The gathers of freed units in a step on one rank.
 
-    unit: int
-    first: Moment
-    last: Moment
+    Attributes:
+        order: units in the order of their visits, by their devices.
+        first_used: devices and number of each visit that begins at a moment.
+        last_used: units whose visits end at a moment.
+    """
+
+    order: dict[Group, list[int]]
+    first_used: dict[Moment, list[tuple[Group, int]]]
+    last_used: dict[Moment, list[int]]
 
 
-def plan_visits(
-    actions: Sequence[Action], units: Mapping[int, UnitPlan], needs: Needs
-) -> dict[Group, list[Visit]]:
-    """The visits of a step on one rank, for each set of devices in the order of all of them.
+def plan_gathers(actions: Sequence[Action], units: Mapping[int, Unit], needs: Needs) -> GatherPlan:
+    """Plan the gathers of a step on one rank.
 
     Args:
         units: the freed units that this rank holds, by number.
     """
 
-    def in_forward(number: int) -> tuple[int, int]:
-        return units[number].first, number
+    def uses(at: int, unit: int) -> list[Moment]:
+        segments = list(needs(actions[at].microbatch, actions[at].stage))
+        in_order = segments if actions[at].kind == "forward" else segments[::-1]
+        return [(at, k) for k, used in enumerate(in_order) if unit in used]
 
-    def in_backward(number: int) -> tuple[int, int]:
-        return -units[number].last, -number
-
-    found: dict[Group, list[Visit]] = defaultdict(list)
-    for at, action in enumerate(actions):
-        segments = list(needs(action.microbatch, action.stage))
-        is_forward = action.kind == "forward"
-        moments: dict[int, list[Moment]] = defaultdict(list)
-        for k, used in enumerate(segments if is_forward else segments[::-1]):
-            for number in used:
-                moments[number].append((at, k))
-        here = [number for number, plan in units.items() if action.stage in plan.stages]
-        for number in sorted(here, key=in_forward if is_forward else in_backward):
-            visits = found[units[number].devices]
-            first, last = moments[number][0], moments[number][-1]
-            if visits and visits[-1].unit == number:
-                visits[-1] = visits[-1]._replace(last=last)
-            else:
-                visits.append(Visit(number, first, last))
-    return dict(found)
+    by_devices: dict[Group, dict[int, Unit]] = defaultdict(dict)
+    for number, unit in units.items():
+        by_devices[unit.devices][number] = unit
+    plan = GatherPlan({}, defaultdict(list), defaultdict(list))
+    for devices, own in by_devices.items():
+        visits = plan_visits(actions, own)
+        plan.order[devices] = [visit.unit for visit in visits]
+        for number, visit in enumerate(visits):
+            plan.first_used[uses(visit.first, visit.unit)[0]].append((devices, number))
+            plan.last_used[uses(visit.last, visit.unit)[-1]].append(visit.unit)
+    return plan
 
 
 class WeightGathers:
@@ -110,9 +101,9 @@ class WeightGathers:
         self.is_ahead = is_ahead
         slices = {one.piece: one for one in owners.shared}
         units = {
-            number: WeightUnit(number, plan, slices, groups[plan.devices], world)
+            number: WeightUnit(number, plan, slices, groups[plan.unit.devices], world)
             for number, plan in enumerate(plans)
-            if world.rank in plan.devices
+            if world.rank in plan.unit.devices
         }
         self._freed = {number: unit for number, unit in units.items() if unit.plan.is_freed}
         kept = (unit for unit in units.values() if not unit.plan.is_freed)
@@ -120,8 +111,8 @@ class WeightGathers:
         self._awaited = deque[WeightUnit]()  # updated ones that have not arrived
         self._has_gathered = False
         self._needs, self._phases = needs, phases
-        self._planned: dict[tuple[Action, ...], dict[Group, list[Visit]]] = {}
-        self._visits: dict[Group, list[Visit]] = {}
+        self._plans: dict[tuple[Action, ...], GatherPlan] = {}
+        self._plan = GatherPlan({}, {}, {})
         self._n_started: dict[Group, int] = {}
         self._is_muted = False
 
@@ -133,19 +124,18 @@ class WeightGathers:
         """
         if not self._freed:
             return
-        if actions not in self._planned:
-            plans = {number: unit.plan for number, unit in self._freed.items()}
-            self._planned[actions] = plan_visits(actions, plans, self._needs)
-        self._visits, self._is_muted = self._planned[actions], is_muted
-        self._n_started = dict.fromkeys(self._visits, 0)
-        for devices in self._visits:
+        if actions not in self._plans:
+            units = {number: unit.plan for number, unit in self._freed.items()}
+            self._plans[actions] = plan_gathers(actions, units, self._needs)
+        self._plan, self._is_muted = self._plans[actions], is_muted
+        self._n_started = dict.fromkeys(self._plan.order, 0)
+        for devices in self._plan.order:
             self._start(devices, 1)
 
     def _start(self, devices: Group, until: int, *, is_ahead: bool = False) -> None:
         """Start to gather a group's units up to a number of visits."""
-        visits = self._visits[devices]
-        while self._n_started[devices] < min(until, len(visits)):
-            unit = self._freed[visits[self._n_started[devices]].unit]
+        for number in self._plan.order[devices][self._n_started[devices] : until]:
+            unit = self._freed[number]
             if is_ahead and unit.is_live:
                 return  # its earlier visit has not ended
             unit.start(is_muted=self._is_muted)
@@ -158,12 +148,10 @@ class WeightGathers:
             used: numbers of all units that it uses.
         """
         self._finish_updated(lambda unit: unit.number in used)
-        for devices, visits in self._visits.items():
-            for k, visit in enumerate(visits):
-                if visit.first == moment:
-                    self._start(devices, k + 1)
-                    self._freed[visit.unit].finish(self._phases)
-                    self._start(devices, k + 2, is_ahead=True)
+        for devices, number in self._plan.first_used.get(moment, ()):
+            self._start(devices, number + 1)
+            self._freed[self._plan.order[devices][number]].finish(self._phases)
+            self._start(devices, number + 2, is_ahead=True)
 
     def kept(self, units: Iterable[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs of a segment with some units, copied where they are views of weights that
@@ -174,10 +162,8 @@ class WeightGathers:
 
     def after(self, moment: Moment) -> None:
         """Free the units that a segment used last."""
-        for visits in self._visits.values():
-            for visit in visits:
-                if visit.last == moment:
-                    self._freed[visit.unit].free()
+        for number in self._plan.last_used.get(moment, ()):
+            self._freed[number].free()
 
     def gather_updated(self) -> None:
         """Start to gather the units that are not freed, after the optimizer; all holders must call

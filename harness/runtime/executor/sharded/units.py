@@ -10,19 +10,16 @@ Between nodes a part goes to one device of each node, which sends it to the othe
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.domain.checkpoints import is_full
 from harness.domain.shard_state import Group, equal_nodes, shards_parameters
 from harness.domain.strategy import Strategy
+from harness.domain.weight_units import SharedWeight, Unit, plan_units
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
@@ -36,97 +33,51 @@ from harness.runtime.ranks.world import World
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitPlan:
-    """The slices of a unit; equal on all ranks.
+class UnitPlan(NamedTuple):
+    """A unit with its slices; equal on all ranks."""
 
-    Attributes:
-        stages: pipeline stages that use them.
-        first, last: positions of the first and the last operator that uses one.
-        is_alike: whether all holders use them in the same operators, so that each can wait for them
-            there.
-        is_freed: after each use; only where alike.
-    """
-
-    devices: Group
-    stages: tuple[int, ...]
+    unit: Unit
     pieces: tuple[WeightSlice, ...]
-    first: int
-    last: int
-    is_alike: bool
-    is_freed: bool
 
 
-def plan_units(
+def find_units(
     holders: Holders,
     strategy: Strategy,
     replicas: Replicas,
     unit_bytes: int,
     segments: Mapping[int, int],
 ) -> list[UnitPlan]:
-    """Cut the trained slices that several ranks share, in the order of their first use, into units
-    of `unit_bytes` or more; each unit has one set of ranks.
+    """The units of the trained slices that several ranks share, in the order of their first use.
 
     Args:
-        segments: by position, of the operators in stages that run again in several segments.
+        unit_bytes, segments: see `weight_units.plan_units`.
     """
     if strategy.shard_state == "none":
         return []
-    shared = [
-        (piece, group)
-        for piece, devices in holders.trained()
-        for group in replicas.sharing_groups(devices)
-        if len(group) > 1
-    ]
-    is_freeing = shards_parameters(strategy.shard_state)
-    alike = {piece for piece, _ in shared if holders.is_used_alike(piece)}
-    found: list[UnitPlan] = []
-    open_units: dict[object, tuple[list[WeightSlice], Group, int, int | None]] = {}
-
-    def close(key: object) -> None:
-        pieces, devices, _, _ = open_units.pop(key)
-        used = [holders.uses(piece) for piece in pieces]
-        positions = [use.position for uses in used for use in uses]
-        stages = {use.stage for uses in used for use in uses}
-        found.append(
-            UnitPlan(
-                devices=devices,
-                stages=tuple(sorted(stages)),
-                pieces=tuple(pieces),
-                first=min(positions),
-                last=max(positions),
-                is_alike=pieces[0] in alike,
-                is_freed=is_freeing and pieces[0] in alike,
-            )
-        )
-
-    def first_use(item: tuple[WeightSlice, Group]) -> int:
-        return min(use.position for use in holders.uses(item[0]))
-
-    def kind(piece: WeightSlice, devices: Group) -> object:
-        stages = frozenset(use.stage for use in holders.uses(piece))
-        return devices, stages, piece in alike, holders.item_bytes(piece)
-
-    totals = Counter[object]()
-    for piece, devices in shared:
-        totals[kind(piece, devices)] += holders.n_bytes(piece)
-    for piece, devices in sorted(shared, key=first_use):
-        key = kind(piece, devices)
-        # Units that are not freed end with segments only, and never in a stage of a single one.
-        stages = {use.stage for use in holders.uses(piece)}
-        is_cut = is_freeing or not any(strategy.stages[stage].recompute for stage in stages)
-        number = segments.get(first_use((piece, devices)), None if is_cut else 0)
-        segment = number if piece in alike else None
-        pieces, _, n_bytes, last = open_units.get(key, ([], devices, 0, None))
-        is_at_cut = segment is None or segment != last
-        total = totals[key] if is_freeing else math.inf
-        if pieces and is_full(n_bytes, unit_bytes, total, is_at_cut=is_at_cut):
-            close(key)
-            pieces, n_bytes = [], 0
-        open_units[key] = [*pieces, piece], devices, n_bytes + holders.n_bytes(piece), segment
-    for left in list(open_units):
-        close(left)
-    return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_alike))
+    pieces, weights = list[WeightSlice](), list[SharedWeight]()
+    for piece, devices in holders.trained():
+        uses = holders.uses(piece)
+        for group in replicas.sharing_groups(devices):
+            if len(group) > 1:
+                pieces.append(piece)
+                weights.append(
+                    SharedWeight(
+                        devices=group,
+                        operators=tuple(sorted({use.position for use in uses})),
+                        stages=frozenset(use.stage for use in uses),
+                        n_bytes=holders.n_bytes(piece),
+                        item_bytes=holders.item_bytes(piece),
+                        is_alike=holders.is_used_alike(piece),
+                    )
+                )
+    units = plan_units(
+        weights,
+        unit_bytes,
+        segments=segments,
+        recomputes=[stage.recompute for stage in strategy.stages],
+        is_freeing=shards_parameters(strategy.shard_state),
+    )
+    return [UnitPlan(unit, tuple(pieces[k] for k in unit.weights)) for unit in units]
 
 
 def warn_if_unsharded(holders: Holders, strategy: Strategy, replicas: Replicas) -> None:
@@ -189,17 +140,17 @@ class WeightUnit:
         group: Any,
         world: World,
     ) -> None:
-        self.number, self.plan = number, plan
+        self.number, self.plan = number, plan.unit
         own = [slices[piece] for piece in plan.pieces]
         self._slices = own
         self._large = [one for one in own if one.parameter.nbytes >= LARGEST_JOINED_BYTES]
         self._small = [one for one in own if one.parameter.nbytes < LARGEST_JOINED_BYTES]
         self._group, self._world = group, world
-        self._here = plan.devices.index(world.rank)
-        self._planned = plan_exchanges(plan.devices, world.rank, world.hostnames)
+        self._here = self.plan.devices.index(world.rank)
+        self._planned = plan_exchanges(self.plan.devices, world.rank, world.hostnames)
         self.n_bytes = sum(one.parameter.nbytes for one in own)
         self.memory = [(one.parameter.untyped_storage(), one.parameter.nbytes) for one in own]
-        self.is_live = not plan.is_freed
+        self.is_live = not self.plan.is_freed
         self._left: list[list[Exchange]] = []
         self._works: list[Any] = []
         self._received: list[tuple[Tensor, list[Tensor]]] = []
@@ -272,7 +223,8 @@ class WeightUnit:
         self._received, self._parts = [], {}
 
     def _wait(self) -> None:
-        what = f"the weights of {self.plan.pieces[0].name} and {len(self._slices) - 1} others"
+        first = self._slices[0].piece.name
+        what = f"the weights of {first} and {len(self._slices) - 1} others"
         devices = self.plan.devices
         with blaming_peers(f"{what} did not reach ranks {list(devices)}", devices):
             while self._works or self._left:

@@ -24,6 +24,7 @@ from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
 from harness.domain.routes import BUCKET_BYTES
 from harness.domain.sharding import CONTRACTION, has_tasks
+from harness.domain.weight_units import Unit
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.operators import draws_random, is_dropout, is_frozen_norm
@@ -31,7 +32,6 @@ from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.sharded.units import UnitPlan
 from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted, named_tensor
 from harness.runtime.executor.shards.batch_norm import check_writers, make_batch_norm
 from harness.runtime.executor.shards.kinds import make_shard
@@ -66,15 +66,13 @@ class Forms:
         """`recomputed` by the operators' positions."""
         return {self.layout.position[name]: number for name, number in self.recomputed.items()}
 
-    def find_units(self, plans: Sequence[UnitPlan]) -> None:
-        """Set `units`, and those that are `freed`, from the plans of all units."""
-        self.freed.update(number for number, plan in enumerate(plans) if plan.is_freed)
+    def find_units(self, units: Sequence[Unit]) -> None:
+        """Set `units`, and those that are `freed`."""
+        self.freed.update(number for number, unit in enumerate(units) if unit.is_freed)
         names = {self.layout.position[name]: name for name in self.of}
-        for number, plan in enumerate(plans):
-            for piece in plan.pieces if plan.is_alike else ():
-                uses = self.holders.uses(piece)
-                for use in (use for use in uses if use.device in plan.devices):
-                    key = names[use.position], use.device
+        for number, unit in enumerate(units):
+            for op in unit.operators if unit.is_alike else ():
+                for key in ((names[op], device) for device in unit.devices):
                     self.units[key] = self.units.get(key, frozenset()) | {number}
 
     def segment_bytes(self) -> float:
