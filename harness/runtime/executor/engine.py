@@ -33,8 +33,8 @@ from harness.runtime.executor.gradients.update import (
 from harness.runtime.executor.lowered import LoweredStrategy, lower_strategy
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
-from harness.runtime.executor.program.lower import make_program
 from harness.runtime.executor.program.program import Program
+from harness.runtime.executor.program.segments import make_program
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.forward import evaluating, run_forward

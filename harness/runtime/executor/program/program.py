@@ -123,36 +123,52 @@ class Recorded(NamedTuple):
     samples: Interval
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tasks that run without waiting for other devices.
+@dataclass
+class Draft:
+    """A segment without its graph: tasks that run without waiting for other devices.
+
+    Attributes:
+        fetches: wants that must arrive before it, first used by this segment.
+        sends: pieces of its outputs that other devices read, in order.
+        waits: whether it waits for other devices: for fetches or within a collective task.
+        units: numbers of the units of sharded weights that it uses.
+        is_apart: whether its tasks are of `Captured.apart`.
+        weight_bytes: bytes of the whole weights of its operators.
+        recomputed: number of the segment that its stage runs again as a whole.
+        is_last: whether it is of the last part that its stage runs again, so that it need not where
+            its backward follows its forward at once.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    fetches: list[Want] = field(default_factory=list)
+    sends: list[Route] = field(default_factory=list)
+    waits: bool = False
+    units: frozenset[int] = frozenset()
+    is_apart: bool = False
+    weight_bytes: int = 0
+    recomputed: int = 0
+    is_last: bool = False
+
+
+@dataclass(kw_only=True)
+class Segment(Draft):
+    """A draft with its graph.
 
     Attributes:
         module: the graph of the tasks.
         call: the module, or what it was compiled to: called with the inputs in order, it returns
             the outputs as a tuple.
-        fetches: wants that must arrive before it, first used by this segment.
-        sends: pieces of its outputs that other devices read, in order.
         runs_always: other devices wait for its backward, within its task or for gradients of its
             weights, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
-        units: numbers of the units of sharded weights that it uses.
-        is_apart: whether its tasks are of `Captured.apart`.
-        is_last: whether it is of the last part that its stage runs again, so that it need not where
-            its backward follows its forward at once.
     """
 
     module: fx.GraphModule
     call: Callable[..., Any]
     inputs: tuple[InputKey, ...]
     outputs: tuple[PartKey, ...]
-    fetches: tuple[Want, ...]
-    sends: tuple[Route, ...]
     runs_always: bool
     is_differentiable: bool
-    units: frozenset[int] = frozenset()
-    is_apart: bool = False
-    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,32 +196,6 @@ class Program:
             yield from (segment.module for segment in segments)
 
 
-@dataclass
-class Draft:
-    """A segment without its graph.
-
-    Attributes:
-        fetches: wants that must arrive before it, first used by this segment.
-        sends: pieces of its outputs that other devices read, in order.
-        waits: whether it waits for other devices: for fetches or within a collective task.
-        units: numbers of the units of sharded weights that it uses.
-        is_apart: whether its tasks are of `Captured.apart`.
-        weight_bytes: bytes of the whole weights of its operators.
-        recomputed: number of the segment that its stage runs again as a whole.
-        is_last: see `Segment`.
-    """
-
-    parts: list[Part] = field(default_factory=list)
-    fetches: list[Want] = field(default_factory=list)
-    sends: list[Route] = field(default_factory=list)
-    waits: bool = False
-    units: frozenset[int] = frozenset()
-    is_apart: bool = False
-    weight_bytes: int = 0
-    recomputed: int = 0
-    is_last: bool = False
-
-
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
     """A device's segments by stage, in the order in which they run."""
     layout = forms.layout
@@ -217,8 +207,7 @@ def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
     fetched: set[int] = set()
     found: dict[int, list[Draft]] = {}
     for stage in range(len(layout.strategy.stages)):
-        drafts = _drafts(forms, device, stage, outgoing, fetched)
-        if drafts:
+        if drafts := _drafts(forms, device, stage, outgoing, fetched):
             found[stage] = drafts
     return found
 
@@ -249,7 +238,7 @@ def _drafts(
             draft = Draft()
         draft.is_apart, draft.recomputed = is_apart, recomputed
         draft.is_last = recomputed == last and not forms.freed
-        draft.fetches += missing.values()
+        draft.fetches = sorted((*draft.fetches, *missing.values()), key=lambda w: w.number)
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)
         draft.units |= units

@@ -1,4 +1,4 @@
-"""Lower a strategy to the program of one device: tasks into segments, segments into graphs."""
+"""Make the program of one device: its tasks into segments, segments into graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.runtime.executor.program.program import (
 
 
 def make_program(tasks: DeviceTasks) -> Program:
-    """Lower all stages of one device for one size of microbatch."""
+    """Make all stages of one device for one size of microbatch."""
     layout = tasks.layout
     drafts = draft_segments(tasks.forms, tasks.device)
     recorded = recorded_keys(layout, tasks.device)
@@ -70,15 +70,11 @@ def _segment(tasks: DeviceTasks, draft: Draft, needed: set[PartKey]) -> Segment:
         call = compiled_by_torch(module, tasks.meta.device)
     values = {key.value for key in outputs}
     return Segment(
+        **vars(draft),
         module=module,
         call=call,
         inputs=tuple(builder.inputs),
         outputs=tuple(outputs),
-        fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
-        sends=tuple(draft.sends),
         runs_always=bool(always),
-        units=draft.units,
         is_differentiable="loss" in values or not values.isdisjoint(tasks.layout.differentiable),
-        is_apart=draft.is_apart,
-        is_last=draft.is_last,
     )
