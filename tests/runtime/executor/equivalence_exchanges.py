@@ -113,7 +113,7 @@ Orders = dict[tuple[int, int], list[int]]
 def _orders(messages: Iterable[Message]) -> Orders:
     found: Orders = {}
     for message in messages:
-        stages = message.source.stage, message.target.stage
+        stages = message.sender.stage, message.reader.stage
         found.setdefault(stages, []).append(message.number)
     return found
 

@@ -169,20 +169,18 @@ class Runner:
         """The dtype in which a value is sent: autocast's if it is on and weights made the value."""
         return self._precision.transfer_dtype(sent.dtype) if sent.is_rounded else sent.dtype
 
-    def _send(
-        self, flight: Flight, message: Message, microbatch: int, *, is_backward: bool
-    ) -> None:
+    def _send(self, flight: Flight, message: Message, microbatch: int) -> None:
         dtype = self._dtype(message)
         pieces: list[Tensor] = []
-        for route in message.carried(is_backward=is_backward):
-            if is_backward:
+        for route in message.routes:
+            if message.is_backward:
                 flight.own_gradient(key := WantKey(route.want.number))  # the send reads it later
                 piece = route.in_want.of_tensor(flight.gradient(key))
             else:
                 piece = route.held.of_tensor(flight.leaves[route.source].detach())
             pieces.append(piece.to(dtype))
         joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
-        self._channels.send(joined, message, microbatch, is_backward=is_backward)
+        self._channels.send(joined, message, microbatch)
 
     # Forward
 
@@ -207,7 +205,7 @@ class Runner:
                 self._record(self._tap, flight, program, place, microbatch)
             self._start_sums(flight, moves, segment, microbatch)
             for message in moves.leaving.get(place, ()):
-                self._send(flight, message, microbatch, is_backward=False)
+                self._send(flight, message, microbatch)
             if not is_kept and segment.is_differentiable:
                 flight.outputs[place] = ()
 
@@ -369,7 +367,7 @@ class Runner:
             if fetch.is_differentiable:
                 self._return_local(flight, fetch, microbatch)
         for message in moves.returning.get(place, ()):
-            self._send(flight, message, microbatch, is_backward=True)
+            self._send(flight, message, microbatch)
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
             if not (fetch.is_borrowed or self._keeps_inputs):

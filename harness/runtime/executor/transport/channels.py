@@ -41,18 +41,11 @@ from harness.runtime.ranks.world import World
 
 Label = Callable[[], str]
 _N_TAGS = 2**31 - 1
-_WAYS = (False, True)  # forward, backward
 
+# Two ends and whether it is backward: messages share a process group under NCCL.
+_Pair = tuple[End, End, bool]
 # Position of an action of a rank, and of a segment in the order in which the action runs it.
 Moment = tuple[int, int]
-
-
-class _Pair(NamedTuple):
-    """Two ends and a direction, whose messages share a process group under NCCL."""
-
-    sender: End
-    reader: End
-    is_backward: bool
 
 
 @dataclass
@@ -67,15 +60,9 @@ class Transfer:
     work: Any
     buffer: Tensor
     message: Message
-    is_backward: bool
     label: Label
     sent_at: Moment
     pieces: dict[tuple[int, int], Tensor] | None = None
-
-    @property
-    def source(self) -> int:
-        sender, _ = self.message.ends(is_backward=self.is_backward)
-        return sender.rank
 
 
 class Buffers:
@@ -143,24 +130,16 @@ class Channels:
         self.is_muted = False
 
     def _make_pairs(self, messages: Iterable[Message]) -> dict[_Pair, Any]:
-        pairs = {
-            _Pair(*message.ends(is_backward=is_backward), is_backward)
-            for message in messages
-            for is_backward in _WAYS
-            if message.carried(is_backward=is_backward)
-        }
         return {
-            pair: self._groups.for_transfers(pair.sender.rank, pair.reader.rank)
-            for pair in sorted(pairs)
+            (sender, reader, is_backward): self._groups.for_transfers(sender.rank, reader.rank)
+            for sender, reader, is_backward in sorted(set(map(_pair_of, messages)))
         }
 
-    def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
+    def _route(self, message: Message, microbatch: int) -> dict[str, Any]:
         """The group or the tag of a message."""
         if self._is_nccl:
-            pair = _Pair(*message.ends(is_backward=is_backward), is_backward)
-            return {"group": self._pairs[pair]}
-        tag = (microbatch * self._n_messages + message.number) * 2 + is_backward
-        return {"tag": tag % _N_TAGS}
+            return {"group": self._pairs[_pair_of(message)]}
+        return {"tag": (microbatch * self._n_messages + message.number) % _N_TAGS}
 
     def _wait(self, work: Any) -> None:
         """Wait for a send, a receive or an all-reduce: on the host, under NCCL on the stream."""
@@ -243,47 +222,46 @@ class Channels:
                 peers,
             ) from error
 
-    def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
+    def _moment(self, message: Message, stage: int, microbatch: int, position: int) -> Moment:
+        """When a segment at an end of a message runs."""
+        order = self._order(stage, microbatch, message.is_backward)
+        return order, -position if message.is_backward else position
+
+    def send(self, tensor: Tensor, message: Message, microbatch: int) -> None:
         """Start sending; the tensor must not change until the step ends."""
         # The memory of a conjugate or of a negated view is that of its source.
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if self.is_muted:
             return
-        _, reader = message.ends(is_backward=is_backward)
-        tensor = tensor.to(self._world.wire)
-        label = partial(_label, message, microbatch, is_backward, "to")
+        reader, tensor = message.reader, tensor.to(self._world.wire)
+        label = partial(_label, message, microbatch, f"to rank {reader.rank}")
         with self._waiting(label, reader.rank):
-            route = self._route(message, microbatch, is_backward=is_backward)
-            work = dist.isend(tensor, reader.rank, **route)
-        order = self._order(reader.stage, microbatch, is_backward)
-        read_at = order, -message.after if is_backward else message.before
+            work = dist.isend(tensor, reader.rank, **self._route(message, microbatch))
+        read_at = self._moment(message, reader.stage, microbatch, message.before)
         self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
-    def receive(
-        self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
-    ) -> Transfer:
+    def receive(self, message: Message, dtype: torch.dtype, microbatch: int) -> Transfer:
         """Post a receive."""
-        sender, _ = message.ends(is_backward=is_backward)
-        buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
+        sender = message.sender
+        buffer = self._arriving.take(message.shape, dtype)
         work: Any = None
-        label = partial(_label, message, microbatch, is_backward, "from")
+        label = partial(_label, message, microbatch, f"from rank {sender.rank}")
         if not self.is_muted:
             with self._waiting(label, sender.rank):
-                route = self._route(message, microbatch, is_backward=is_backward)
-                work = dist.irecv(buffer, sender.rank, **route)
+                work = dist.irecv(buffer, sender.rank, **self._route(message, microbatch))
         elif not buffer.is_floating_point():
             buffer.zero_()  # because indices must be valid
-        order = self._order(sender.stage, microbatch, is_backward)
-        sent_at = order, -message.before if is_backward else message.after
-        return Transfer(work, buffer, message, is_backward, label, sent_at)
+        sent_at = self._moment(message, sender.stage, microbatch, message.after)
+        return Transfer(work, buffer, message, label, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a receive; the caller gives its pieces back to `buffers` after use."""
-        with self._waiting(transfer.label, transfer.source):
+        source = transfer.message.sender.rank
+        with self._waiting(transfer.label, source):
             self._wait(transfer.work)
         transfer.buffer = self._on_device(transfer.buffer)
-        transfer.pieces = transfer.message.split(transfer.buffer, is_backward=transfer.is_backward)
-        self._finish_sends(transfer.source, lambda sent: sent.read_at <= transfer.sent_at)
+        transfer.pieces = transfer.message.split(transfer.buffer)
+        self._finish_sends(source, lambda sent: sent.read_at <= transfer.sent_at)
 
     def _on_device(self, buffer: Tensor) -> Tensor:
         """Move a received tensor to the device."""
@@ -320,8 +298,10 @@ class Channels:
         self._sending[target] = left
 
 
-def _label(message: Message, microbatch: int, is_backward: bool, direction: str) -> str:
-    kind = "the gradient of" if is_backward else "the output of"
-    ends = message.ends(is_backward=is_backward)
-    peer = ends[direction == "to"].rank
-    return f"{kind} {message.label} (microbatch {microbatch}) {direction} rank {peer}"
+def _pair_of(message: Message) -> _Pair:
+    return message.sender, message.reader, message.is_backward
+
+
+def _label(message: Message, microbatch: int, whither: str) -> str:
+    kind = "the gradient of" if message.is_backward else "the output of"
+    return f"{kind} {message.label} (microbatch {microbatch}) {whither}"

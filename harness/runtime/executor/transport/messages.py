@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,67 +36,53 @@ class End(NamedTuple):
     stage: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Message:
-    """Pieces from one device to another; in backward, their gradients in the other direction.
-
-    Either direction may be empty, because the target has a copy of the value, or because another
-    copy returns the gradient.
+    """Pieces that one stage sends to another, or gradients of pieces that come back.
 
     Attributes:
         number: unique over all devices of a layout; equal on every rank.
         after: position of the segment in the sender's stage after which it is sent.
-        last: position of the operator that computes the last of its pieces, including pieces of
-            which only the gradient is sent.
-        before: position of the segment in the receiver's stage that waits for it.
-        first: position of the first operator of that segment.
+        before: position of the segment in the reader's stage that waits for it.
+        order: sorts the messages of a direction in the order in which a stage sends them.
         is_rounded: whether autocast sends its pieces in its own dtype.
-        entries: pieces that are sent, in the order of their computation.
-        returning: pieces whose gradients come back.
+        routes: of its pieces, in the order of their computation in forward.
     """
 
     number: int
-    source: End
-    target: End
+    is_backward: bool
+    sender: End
+    reader: End
     after: int
-    last: int
     before: int
-    first: int
+    order: tuple[int, int, int]
     dtype: torch.dtype
     is_rounded: bool
-    entries: tuple[Route, ...]
-    returning: tuple[Route, ...]
+    routes: tuple[Route, ...]
 
-    def carried(self, *, is_backward: bool) -> tuple[Route, ...]:
-        return self.returning if is_backward else self.entries
-
-    def ends(self, *, is_backward: bool) -> tuple[End, End]:
-        """Sender and reader."""
-        return (self.target, self.source) if is_backward else (self.source, self.target)
-
-    def shape(self, *, is_backward: bool) -> Shape:
+    @property
+    def shape(self) -> Shape:
         """Shape of the tensor that is sent: a single piece keeps its shape, several are flat."""
-        carried = self.carried(is_backward=is_backward)
-        return carried[0].shape if len(carried) == 1 else (sum(r.n_elements for r in carried),)
+        first, *rest = self.routes
+        return (sum(r.n_elements for r in self.routes),) if rest else first.shape
 
-    def split(self, tensor: Tensor, *, is_backward: bool) -> dict[tuple[int, int], Tensor]:
+    def split(self, tensor: Tensor) -> dict[tuple[int, int], Tensor]:
         """The pieces of the tensor that was sent, by the numbers of their routes."""
-        carried = self.carried(is_backward=is_backward)
-        if len(carried) == 1:
-            return {carried[0].number: tensor}
-        parts = tensor.split([route.n_elements for route in carried])
-        return {r.number: part.view(r.shape) for r, part in zip(carried, parts, strict=True)}
+        if len(self.routes) == 1:
+            return {self.routes[0].number: tensor}
+        parts = tensor.split([route.n_elements for route in self.routes])
+        return {r.number: part.view(r.shape) for r, part in zip(self.routes, parts, strict=True)}
 
-    @cached_property
-    def operators(self) -> list[str]:
-        """The operators whose outputs it carries, one for each piece."""
-        return [route.piece.part.operator for route in self.entries or self.returning]
+    @property
+    def operator(self) -> str:
+        """The operator whose output its first piece is of."""
+        return self.routes[0].piece.part.operator
 
     @property
     def label(self) -> str:
         """A short text that names the operators."""
-        first, *rest = self.operators
-        return f"{first} and {len(rest)} more" if rest else first
+        n_others = len(self.routes) - 1
+        return f"{self.operator} and {n_others} more" if n_others else self.operator
 
 
 Place = tuple[int, int]  # stage, position of a segment
@@ -119,10 +105,10 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
         for segments in by_stage.values():
             for leaving in _leaving(forms.layout, segments, summed):
                 groups[(*leaving.key, *waiting[leaving.route.want.number][0])].append(leaving)
-    return [
-        _message(forms.layout, number, pieces, waiting)
-        for number, pieces in enumerate(groups.values())
-    ]
+    messages: list[Message] = []
+    for pieces in groups.values():
+        messages += _messages(forms.layout, len(messages), pieces, waiting)
+    return messages
 
 
 class _Leaving(NamedTuple):
@@ -152,25 +138,37 @@ def _leaving(
             yield _Leaving(route, position, key)
 
 
-def _message(
+def _messages(
     layout: Layout, number: int, pieces: list[_Leaving], waiting: Mapping[int, tuple[Place, int]]
-) -> Message:
-    routes = [one.route for one in pieces]
+) -> Iterator[Message]:
+    """The message with pieces and the one with their gradients; either may be missing, because the
+    target has a copy of the value, or because another copy returns the gradient."""
+    routes = [leaving.route for leaving in pieces]
     want, part = routes[0].want, routes[0].piece.part
-    (stage, position), first_operator = waiting[want.number]
-    return Message(
-        number=number,
-        source=End(part.device, part.stage),
-        target=End(want.device, stage),
-        after=pieces[-1].after,
-        last=layout.position[routes[-1].piece.part.operator],
-        before=position,
-        first=first_operator,
+    (stage, waits_at), first_operator = waiting[want.number]
+    source, target, sent_at = (
+        End(part.device, part.stage),
+        End(want.device, stage),
+        pieces[-1].after,
+    )
+    last_operator = layout.position[routes[-1].piece.part.operator]
+    make = partial(
+        Message,
         dtype=layout.tensor(want.value).dtype,
         is_rounded=layout.is_made_of_weights(want.value),
-        entries=tuple(r for r in routes if r.goes),
-        returning=tuple(r for r in routes if r.returns and r.want.value in layout.differentiable),
     )
+    if going := tuple(route for route in routes if route.goes):
+        yield make(
+            number=number, is_backward=False, sender=source, reader=target, after=sent_at,
+            before=waits_at, order=(last_operator, sent_at, number), routes=going,
+        )  # fmt: skip
+    if returning := tuple(r for r in routes if r.returns and r.want.value in layout.differentiable):
+        # Those of the last segment first. Several tasks of one operator may each begin a segment.
+        number += bool(going)
+        yield make(
+            number=number, is_backward=True, sender=target, reader=source, after=waits_at,
+            before=sent_at, order=(-first_operator, -waits_at, number), routes=returning,
+        )  # fmt: skip
 
 
 class SharedSum(NamedTuple):

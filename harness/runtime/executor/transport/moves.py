@@ -105,12 +105,11 @@ class Moves:
     ) -> None:
         self._layout, self._program, self._device = layout, program, device
         self._summed = shared_sums(layout)
-        self._messages = [m for m in messages if device in (m.source.rank, m.target.rank)]
+        self._messages = [m for m in messages if device in (m.sender.rank, m.reader.rank)]
         self._message_of = {
-            (route.number, is_backward): message
+            (route.number, message.is_backward): message
             for message in self._messages
-            for is_backward in (False, True)
-            for route in message.carried(is_backward=is_backward)
+            for route in message.routes
         }
         self.fetches: dict[Place, tuple[Fetch, ...]] = {}
         self.collected: dict[Place, list[Route]] = {}
@@ -119,7 +118,7 @@ class Moves:
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 sent = [r for r in segment.sends if (r.number, True) in self._message_of]
                 self.collected[stage, position] = sorted(
-                    sent, key=lambda one: _returns_before(self._message_of[one.number, True])
+                    sent, key=lambda route: self._message_of[route.number, True].order
                 )
         self.sums: dict[PartKey, list[tuple[Fetch, Relative]]] = defaultdict(list)
         for fetch in (fetch for each in self.fetches.values() for fetch in each):
@@ -131,27 +130,30 @@ class Moves:
         self.leaving: dict[Place, list[Message]] = defaultdict(list)
         self.returning: dict[Place, list[Message]] = defaultdict(list)
         for message in self._messages:
-            if message.source.rank == device and message.entries:
-                self.leaving[message.source.stage, message.after].append(message)
-            elif message.target.rank == device and message.returning:
-                self.returning[message.target.stage, message.before].append(message)
+            if message.sender.rank == device:
+                sent_after = self.returning if message.is_backward else self.leaving
+                sent_after[message.sender.stage, message.after].append(message)
 
     def received(self, stage: int, *, is_backward: bool) -> list[Message]:
         """The messages that a stage waits for, in the order in which they are sent."""
-        here = End(self._device, stage)
-        found = [m for m in self._messages if m.ends(is_backward=is_backward)[1] == here]
-        if is_backward:
-            return sorted((m for m in found if m.returning), key=_returns_before)
-        return sorted((m for m in found if m.entries), key=lambda m: (m.last, m.after, m.number))
+        wanted = End(self._device, stage), is_backward
+        found = (m for m in self._messages if (m.reader, m.is_backward) == wanted)
+        return sorted(found, key=lambda message: message.order)
 
-    def awaited(self, place: Place, *, is_backward: bool) -> Iterator[Message]:
-        """The messages that a segment takes pieces of."""
-        routes = self.collected[place]
-        if not is_backward:
-            routes = [route for fetch in self.fetches[place] for route in fetch.routes]
-        for route in routes:
-            if not route.is_local:
-                yield self.message_of(route, is_backward=is_backward)
+    def exchanges(self, stage: int, *, is_backward: bool) -> Iterator[list[Message]]:
+        """The same messages by the segment that first takes a piece of them, in the order of
+        running."""
+        places = sorted(place for place in self.fetches if place[0] == stage)
+        known: set[int] = set()
+        for place in reversed(places) if is_backward else places:
+            routes = self.collected[place]
+            if not is_backward:
+                routes = [route for fetch in self.fetches[place] for route in fetch.routes]
+            remote = (route for route in routes if not route.is_local)
+            awaited = (self.message_of(route, is_backward=is_backward) for route in remote)
+            if new := {m.number: m for m in awaited if m.number not in known}:
+                known.update(new)
+                yield list(new.values())
 
     def message_of(self, route: Route, *, is_backward: bool) -> Message:
         """The message that carries a piece."""
@@ -174,15 +176,7 @@ class Moves:
         )
 
 
-def _returns_before(message: Message) -> tuple[int, int, int]:
-    """Sort key for the order in which gradients are sent: those of the last segment first.
-
-    Several tasks of one operator may each begin a segment, so its position alone is ambiguous.
-    """
-    return -message.first, -message.before, message.number
-
-
-Slot = tuple[int, int, bool]  # microbatch, message, is_backward
+Slot = tuple[int, int]  # microbatch, message
 
 
 class Receives:
@@ -205,18 +199,16 @@ class Receives:
         dtype: Callable[[Message], torch.dtype],
     ) -> None:
         self._at, self._channels, self._phases, self._dtype = at, channels, phases, dtype
-        exchanging = [action for action in actions if action.kind != "weight"]
-        self._slots: list[tuple[Slot, Message]] = [
-            ((action.microbatch, message.number, action.kind == "backward"), message)
-            for action in exchanging
-            for message in at(action.microbatch)[1].received(
-                action.stage, is_backward=action.kind == "backward"
-            )
-        ]
-        position = {slot: k for k, (slot, _) in enumerate(self._slots)}
-        exchanges = [
-            slots for action in exchanging for slots in _exchanges(action, *at(action.microbatch))
-        ]
+        self._slots: list[tuple[Slot, Message]] = []
+        exchanges: list[list[Slot]] = []
+        for action in (action for action in actions if action.kind != "weight"):
+            k, is_backward = action.microbatch, action.kind == "backward"
+            _, moves = at(k)
+            received = moves.received(action.stage, is_backward=is_backward)
+            self._slots += [((k, message.number), message) for message in received]
+            for messages in moves.exchanges(action.stage, is_backward=is_backward):
+                exchanges.append([(k, message.number) for message in messages])
+        position = {slot: place for place, (slot, _) in enumerate(self._slots)}
         # Receives to post for each exchange; devices may exchange messages in different orders.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
@@ -243,17 +235,17 @@ class Receives:
     def take(self, microbatch: int, route: Route, *, is_backward: bool) -> Tensor:
         """Wait for a message if necessary, and take one of its pieces; each can be taken once."""
         message = self._at(microbatch)[1].message_of(route, is_backward=is_backward)
-        slot = (microbatch - self._first, message.number, is_backward)
+        slot = microbatch - self._first, message.number
         transfer = self._transfers[slot]
         if transfer.pieces is None:
             self._phases.wait(
                 lambda: self._wait(slot, transfer),
-                name=message.label if len(message.operators) > 1 else "",
+                name=message.label if len(message.routes) > 1 else "",
                 n_bytes=transfer.buffer.nbytes,
                 microbatch=microbatch % self._n_microbatches,
                 pass_="backward" if is_backward else "forward",
-                operator=message.operators[0],
-                peer=transfer.source,
+                operator=message.operator,
+                peer=message.sender.rank,
             )
         assert transfer.pieces is not None, "it has arrived"
         found = transfer.pieces.pop(route.number)
@@ -267,30 +259,11 @@ class Receives:
 
     def _post(self, until: int) -> None:
         for slot, message in self._slots[self._n_posted : until]:
-            microbatch, _, is_backward = slot
+            microbatch = self._first + slot[0]
             self._transfers[slot] = self._channels.receive(
-                message,
-                self._dtype(message),
-                self._first + microbatch,
-                is_backward=is_backward,
+                message, self._dtype(message), microbatch
             )
         self._n_posted = max(self._n_posted, until)
-
-
-def _exchanges(action: Action, program: Program, moves: Moves) -> Iterator[list[Slot]]:
-    """The receives by the segment that first waits for them, in the order of running."""
-    is_backward = action.kind == "backward"
-    known: set[Slot] = set()
-    positions = range(len(program.stages[action.stage]))
-    for position in reversed(positions) if is_backward else positions:
-        slots = dict.fromkeys(
-            (action.microbatch, message.number, is_backward)
-            for message in moves.awaited((action.stage, position), is_backward=is_backward)
-        )
-        new = [slot for slot in slots if slot not in known]
-        known.update(new)
-        if new:
-            yield new
 
 
 def norm_reducer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -33,13 +32,17 @@ def channels_of(world, messages=(), **groups):
     return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0, **groups)
 
 
-def message(number=0, source=0, target=1, *, goes=True, returns=True):
-    piece = [mock.Mock(shape=(2,), n_elements=2)]
+def message(number=0, sender=0, reader=1, *, is_backward=False, after=0, before=0):
     return Message(
-        number=number, source=End(source, source), target=End(target, target), after=0, last=0,
-        before=0, first=0, dtype=torch.float32, is_rounded=True, entries=tuple(piece * goes),
-        returning=tuple(piece * returns),
+        number=number, is_backward=is_backward, sender=End(sender, sender),
+        reader=End(reader, reader), after=after, before=before, order=(0, 0, number),
+        dtype=torch.float32, is_rounded=True, routes=(mock.Mock(shape=(2,), n_elements=2),),
     )  # fmt: skip
+
+
+def both_ways(number=0, sender=0, reader=1):
+    back = message(number + 1, reader, sender, is_backward=True)
+    return [message(number, sender, reader), back]
 
 
 class LostWork:
@@ -91,14 +94,14 @@ class Fabric:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
     fabric = Fabric(monkeypatch)
-    channels_of(FakeWorld(backend), [message()], sums={(0, 1, 2)}, collectives={(0,), (0, 1)})
+    channels_of(FakeWorld(backend), both_ways(), sums={(0, 1, 2)}, collectives={(0,), (0, 1)})
     assert {timeout for _, timeout in fabric.made} == {timedelta(seconds=7)}
     pairs = [[0, 1], [1, 0]] if backend == "nccl" else []
     assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
 
 
 def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
-    messages = [message(0, 0, 1), message(1, 1, 2), message(2, 0, 2)]
+    messages = [*both_ways(0, 0, 1), *both_ways(2, 1, 2), *both_ways(4, 0, 2)]
     used = []
     for rank in range(3):
         fabric = Fabric(monkeypatch)
@@ -165,11 +168,11 @@ def test_gloo_tells_transfers_by_tag_and_nccl_by_group(monkeypatch):
     told = []
     monkeypatch.setattr(dist, "isend", lambda tensor, rank, **where: told.append((rank, where)))
     monkeypatch.setattr(dist, "irecv", lambda tensor, rank, **where: told.append((rank, where)))
-    messages = [message(0), message(1)]
+    sent, received = both_ways(2)
     for backend in ("gloo", "nccl"):
-        channels = channels_of(FakeWorld(backend), messages)
-        channels.send(torch.zeros(2), messages[1], 3, is_backward=False)
-        channels.receive(messages[1], torch.float32, 3, is_backward=True)
+        channels = channels_of(FakeWorld(backend), [*both_ways(), sent, received])
+        channels.send(torch.zeros(2), sent, 3)
+        channels.receive(received, torch.float32, 3)
     assert told == [(1, {"tag": 14}), (1, {"tag": 15}), (1, {"group": 0}), (1, {"group": 1})]
 
 
@@ -181,27 +184,28 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
     monkeypatch.setattr(Channels, "_wait", lambda *_: None)
     host, gpu = torch.device("cpu"), torch.device("meta")
     channels = channels_of(FakeWorld(device=gpu, wire=host))
-    transfer = channels.receive(message(), torch.float32, 0, is_backward=True)
+    sent, received = both_ways()
+    transfer = channels.receive(received, torch.float32, 0)
     received_into = transfer.buffer
     channels.wait(transfer)
     assert (moved, transfer.buffer.device) == ([host], gpu)
-    again = channels.receive(message(), torch.float32, 1, is_backward=True)
+    again = channels.receive(received, torch.float32, 1)
     assert again.buffer is received_into
-    channels_of(FakeWorld(device=host, wire=gpu)).send(
-        torch.zeros(2), message(), 0, is_backward=False
-    )
+    channels_of(FakeWorld(device=host, wire=gpu)).send(torch.zeros(2), sent, 0)
     assert moved == [host, host, gpu]
 
 
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
     for name in ("isend", "irecv"):
         monkeypatch.setattr(dist, name, mock.Mock(side_effect=RuntimeError("closed by peer")))
-    one, channels = message(), channels_of(FakeWorld())
-    one.entries[0].piece.part.operator = "conv1"
+    there, back = both_ways()
+    for one in (there, back):
+        one.routes[0].piece.part.operator = "conv1"
+    channels = channels_of(FakeWorld())
     with pytest.raises(PeerError, match=r"the output of conv1 .* to rank 1.*closed") as sent:
-        channels.send(torch.zeros(2), one, 4, is_backward=False)
+        channels.send(torch.zeros(2), there, 4)
     with pytest.raises(PeerError, match=r"the gradient of conv1 .* from rank 1.*closed") as posted:
-        channels.receive(one, torch.float32, 4, is_backward=True)
+        channels.receive(back, torch.float32, 4)
     assert sent.value.peers == posted.value.peers == (1,)
 
 
@@ -221,7 +225,7 @@ def test_no_message_is_received_into_what_is_being_sent(monkeypatch):
     monkeypatch.setattr(dist, "isend", mock.Mock())
     channels = channels_of(FakeWorld(), [message()])
     buffer = channels.buffers.take((2,), torch.float32)
-    channels.send(buffer.view(2), message(), 0, is_backward=False)
+    channels.send(buffer.view(2), message(), 0)
     channels.give_back(buffer)
     assert channels.buffers.take((2,), torch.float32) is not buffer
     channels.finish_sends()
@@ -233,11 +237,10 @@ def test_a_message_tells_which_sends_its_sender_has_read(monkeypatch):
     monkeypatch.setattr(dist, "isend", mock.Mock())
     monkeypatch.setattr(dist, "irecv", mock.Mock())
     channels = channels_of(FakeWorld())
-    sent = [replace(message(k), before=k) for k in range(3)]
-    for one in sent:  # read before segments 0, 1 and 2 of rank 1
-        channels.send(torch.zeros(2), one, 0, is_backward=False)
-    back = replace(message(3, 1, 0), after=1)  # sent after segment 1
-    channels.wait(channels.receive(back, torch.float32, 0, is_backward=False))
+    for k in range(3):  # read before segments 0, 1 and 2 of rank 1
+        channels.send(torch.zeros(2), message(k, before=k), 0)
+    answer = message(3, 1, 0, after=1)
+    channels.wait(channels.receive(answer, torch.float32, 0))
     assert [one.read_at for one in channels._sending[1]] == [(0, 2)]
 
 
