@@ -167,7 +167,8 @@ class Deferred(nn.Module):
         inner: Any = self.inner
         inputs = *inputs, *named.values()
         if isinstance(inner, LinearShard | ConvShard):
-            return inner.compute(inputs, self._multiply)
+            (x,) = inner.taken(inputs)
+            return inner.compute(x, self._multiply)
         if isinstance(inner, nn.Linear):
             return self._multiply(inputs[0], inner.weight, inner.bias)
         arguments = inner.stride, inner.padding, inner.dilation, inner.groups

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Block, Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
-from harness.runtime.executor.shards.regions import Region, regions
+from harness.runtime.executor.shards.regions import Region
 from harness.runtime.models.attention import (
     AttentionForm,
     GroupedAttention,
@@ -32,8 +32,8 @@ class MixingShard(Shard):
         mix: mixes values; replaced where devices give each other keys and values.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, inward: list[Region]) -> None:
+        super().__init__(inward)
         self.mix: Mix = mix_values
 
 
@@ -43,7 +43,6 @@ class GroupedAttentionShard(MixingShard):
     Args:
         groups: the block's groups of heads; the part with group 0 adds the output's bias.
         first, first_key: positions of the block's first query and first key.
-        inward: one region per input.
     """
 
     def __init__(
@@ -55,16 +54,13 @@ class GroupedAttentionShard(MixingShard):
         first_key: int,
         inward: list[Region],
     ) -> None:
-        super().__init__()
-        self._form, self._first, self._first_key, self._inward = form, first, first_key, inward
+        super().__init__(inward)
+        self._form, self._first, self._first_key = form, first, first_key
         heads = groups[0] * form.queries_per_group, groups[1] * form.queries_per_group
         wide = heads[0] * form.head_dim, heads[1] * form.head_dim
         narrow = groups[0] * form.head_dim, groups[1] * form.head_dim
         for name, rows in (("query", wide), ("key", narrow), ("value", narrow)):
-            weight = part.held(f"{name}.weight")
-            assert weight is not None
-            width = (0, part.tensor(weight).shape[1])
-            self.copy_slice(part, name, weight, (rows, width))
+            self.copy_slice(part, name, part.held(f"{name}.weight"), (rows,))
             self.copy_slice(part, f"{name}_bias", part.held(f"{name}.bias"), (rows,))
         width = part.output[2]
         self.copy_slice(part, "out", part.held("out.weight"), (width, wide))
@@ -74,11 +70,10 @@ class GroupedAttentionShard(MixingShard):
         n_buckets = 0 if table is None else part.tensor(table).shape[0]
         self.copy_slice(part, "bias_table", table, ((0, n_buckets), heads))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
+    def compute(self, *inputs: Tensor) -> Tensor:
         weights = Projections(*(getattr(self, name) for name in Projections._fields))
         first, first_key = self._first, self._first_key
-        return attend(self._form, weights, *taken, first=first, first_key=first_key, mix=self.mix)
+        return attend(self._form, weights, *inputs, first=first, first_key=first_key, mix=self.mix)
 
 
 def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
@@ -91,7 +86,7 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
         positions, *rest = [(0, size) for size in wanted.shape.values()][1:]
         is_own = index == 0 or (index == 1 and part.has_own_keys)
         needed.append((part.output[0], part.output[1] if is_own else positions, *rest))
-    inward = regions(part, needed)
+    inward = part.regions(needed)
     first = part.output[1][0]
     first_key = first if part.has_own_keys else 0
     return GroupedAttentionShard(part, module.form, groups, first, first_key, inward)
@@ -106,7 +101,6 @@ class AttentionShard(MixingShard):
     Args:
         heads: the block's heads; the part with head 0 adds the output's bias.
         roles: indices of the inputs that are query, key and value.
-        inward: one region per input.
     """
 
     out_weight: nn.Parameter
@@ -120,42 +114,26 @@ class AttentionShard(MixingShard):
         roles: tuple[int, ...],
         inward: list[Region],
     ) -> None:
-        super().__init__()
-        self._head_dim, self._dropout = module.head_dim, module.dropout
-        self._roles, self._inward = roles, inward
+        super().__init__(inward)
+        self._head_dim, self._dropout, self._roles = module.head_dim, module.dropout, roles
         columns = heads[0] * module.head_dim, heads[1] * module.head_dim
         for position, role in enumerate(_ROLES):
-            self._copy_projection(part, module, role, position, columns)
+            shift = position * module.embed_dim
+            stacked = columns[0] + shift, columns[1] + shift
+            self.copy_slice(part, f"{role}_bias", part.held("in_proj_bias"), (stacked,))
+            weight, rows = part.held("in_proj_weight"), stacked
+            if weight is None:
+                weight, rows = part.held(f"{role[0]}_proj_weight"), columns
+            self.copy_slice(part, f"{role}_weight", weight, (rows,))
         width = (0, module.embed_dim)
         self.copy_slice(part, "out_weight", part.held("out_proj.weight"), (width, columns))
         bias = part.held("out_proj.bias") if heads[0] == 0 else None
         self.copy_slice(part, "out_bias", bias, (width,))
 
-    def _copy_projection(
-        self,
-        part: ShardSpec,
-        module: nn.MultiheadAttention,
-        role: str,
-        position: int,
-        rows: Interval,
-    ) -> None:
-        shift = position * module.embed_dim
-        stacked = rows[0] + shift, rows[1] + shift
-        bias = part.held("in_proj_bias")
-        self.copy_slice(part, f"{role}_bias", bias, (stacked,))
-        if module.in_proj_weight is not None:
-            weight, rows = part.held("in_proj_weight"), stacked
-        else:
-            weight = part.held(f"{role[0]}_proj_weight")
-        assert weight is not None
-        columns = (0, part.tensor(weight).shape[1])
-        self.copy_slice(part, f"{role}_weight", weight, (rows, columns))
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
+    def compute(self, *inputs: Tensor) -> Tensor:
         query, key, value = (
             split_heads(
-                taken[source],
+                inputs[source],
                 getattr(self, f"{role}_weight"),
                 getattr(self, f"{role}_bias"),
                 self._head_dim,
@@ -183,8 +161,7 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
         is_own = index == roles[0] or part.has_own_keys
         positions = part.output[1] if is_own else (0, n_positions)
         needed.append((part.output[0], positions, (0, n_features)))
-    inward = regions(part, needed)
-    return AttentionShard(part, module, heads, roles, inward)
+    return AttentionShard(part, module, heads, roles, part.regions(needed))
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
@@ -221,7 +198,6 @@ class RegionShard(MixingShard):
     Args:
         groups: the block's groups; the part with group 0 adds the output's bias.
         rows: the block's positions; None if it has all.
-        inward: one region per input.
     """
 
     def __init__(
@@ -233,8 +209,8 @@ class RegionShard(MixingShard):
         rows: OwnPositions | None,
         inward: list[Region],
     ) -> None:
-        super().__init__()
-        self._compute, self._inward = joined.part(groups, rows), inward
+        super().__init__(inward)
+        self._compute_part = joined.part(groups, rows)
         self._first = None if rows is None else rows.interval[0]
         mixing = joined.positions and joined.positions.mixing
         self._form = AttentionForm(head_dim=0) if mixing is None else mixing.form
@@ -263,19 +239,16 @@ class RegionShard(MixingShard):
             else:
                 self.register_buffer(name, whole.detach(), persistent=False)
             return
-        sizes = [(0, size) for size in whole.shape]
+        before = [(0, size) for size in whole.shape[: rule.dim]]
         intervals = rule.intervals(groups, n_groups)
         self._names.append([f"{name}_{k}" for k in range(len(intervals))])
-        for one, interval in zip(self._names[-1], intervals, strict=True):
-            self.copy_slice(
-                part, one, tensor, [*sizes[: rule.dim], interval, *sizes[rule.dim + 1 :]]
-            )
+        for own_name, interval in zip(self._names[-1], intervals, strict=True):
+            self.copy_slice(part, own_name, tensor, [*before, interval])
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
+    def compute(self, *inputs: Tensor) -> Tensor:
         weights = map(self._weight, self._names, self._dims)
         mix = () if self._first is None else (self._mix,)
-        found: Tensor = self._compute(*taken, *weights, *mix)
+        found: Tensor = self._compute_part(*inputs, *weights, *mix)
         return found
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -314,8 +287,7 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
             return None
         cut = {SAMPLE: part.output[0], **({POSITIONS: part.output[1]} if is_own else {})}
         needed.append([cut.get(dim, (0, size)) for dim, size in wanted.shape.items()])
-    inward = regions(part, needed)
-    return RegionShard(part, joined, held, groups, rows, inward)
+    return RegionShard(part, joined, held, groups, rows, part.regions(needed))
 
 
 def make_any_attention(part: ShardSpec) -> MixingShard | None:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from harness.domain.graph import Operator
 from harness.domain.partition import Block, Interval
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.shards.regions import LackingError, Region
 from harness.runtime.tracing.constructs import function_name
 
 ShardT = TypeVar("ShardT", bound=nn.Module)
@@ -30,6 +31,28 @@ class Wanted:
 
     shape: dict[str, int]
     block: Block
+
+    def region(self, needed: Sequence[Interval], fill: float = 0.0) -> Region:
+        """The padding and crops to a region that is needed.
+
+        Raises:
+            LackingError: the block lacks a part of it.
+        """
+        if len(needed) != len(self.block):
+            raise LackingError
+        pads: list[int] = []
+        crops: list[tuple[int, int, int]] = []
+        sides = zip(self.shape.values(), self.block, needed, strict=True)
+        for dim, (size, (low, high), (start, stop)) in enumerate(sides):
+            real = max(0, start), min(size, stop)
+            if real[0] < real[1] and not low <= real[0] < real[1] <= high:
+                raise LackingError
+            before, after = max(0, low - start), max(0, stop - high)
+            pads = [before, after, *pads]
+            skipped = start - (low - before)
+            if skipped or stop - start < before + (high - low) + after:
+                crops.append((dim, skipped, stop - start))
+        return Region(tuple(pads) if any(pads) else (), tuple(crops), fill)
 
 
 @dataclass(frozen=True)
@@ -108,6 +131,14 @@ class ShardSpec:
         module = self.module
         return function_name(self.node.target) if module is None else type(module).__name__
 
+    def region(self, needed: Sequence[Interval], fill: float = 0.0) -> Region:
+        """That of the only input; raises as `Wanted.region`."""
+        return self.wanted[0].region(needed, fill)
+
+    def regions(self, needed: Sequence[Sequence[Interval]]) -> list[Region]:
+        """Those of all inputs."""
+        return [wanted.region(own) for wanted, own in zip(self.wanted, needed, strict=True)]
+
     def in_mode(self, shard: ShardT) -> ShardT:
         """Set a shard to training or evaluation, as the node's module is."""
         return shard if self.module is None else shard.train(self.module.training)
@@ -156,31 +187,43 @@ class Shard(nn.Module):
     output block, or a partial sum of it for a cut along a partial dim. `Weights.share` may replace
     parameters, so no other object may refer to them.
 
+    Args:
+        inward: gives `compute` what it needs of each wanted block.
+
     Attributes:
+        compute: computes the block, by a method of the subclass.
         sources: name of a parameter or buffer -> the slice of the model's tensor that it copies;
             buffers without an entry are not part of the model.
     """
 
-    def __init__(self) -> None:
+    compute: Callable[..., Tensor]
+
+    def __init__(self, inward: Sequence[Region]) -> None:
         super().__init__()
+        self._inward = inward
         self.sources: dict[str, WeightSlice] = {}
 
+    def taken(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What `compute` needs of the inputs."""
+        return [region.take(x) for region, x in zip(self._inward, inputs, strict=True)]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.compute(*self.taken(inputs))
+
     def copy_slice(
-        self,
-        part: ShardSpec,
-        name: str,
-        held: Held | None,
-        intervals: Sequence[Interval] | None = None,
+        self, part: ShardSpec, name: str, held: Held | None, intervals: Sequence[Interval] = ()
     ) -> None:
-        """Copy a slice of a tensor of the model as a parameter or buffer; all by default."""
+        """Copy a slice of a tensor of the model as a parameter or buffer.
+
+        Args:
+            intervals: of the first dims; the others are whole.
+        """
         if held is None:
             self.register_parameter(name, None)
             return
         whole = part.tensor(held)
-        if intervals is None:
-            source = WeightSlice.whole(held.name, whole)
-        else:
-            source = WeightSlice(held.name, tuple(intervals))
+        others = ((0, size) for size in whole.shape[len(intervals) :])
+        source = WeightSlice(held.name, (*intervals, *others))
         copied = source.take(whole.detach()).clone(memory_format=torch.contiguous_format)
         if isinstance(whole, nn.Parameter):
             self.register_parameter(name, nn.Parameter(copied, whole.requires_grad))
@@ -189,7 +232,7 @@ class Shard(nn.Module):
         self.sources[name] = source
 
 
-# Makes the shard of one part; None, or a LackingError of `regions`, if the cut has none.
+# Makes the shard of one part; None, or a LackingError, if the cut has none.
 Make = Callable[[ShardSpec], Shard | None]
 
 

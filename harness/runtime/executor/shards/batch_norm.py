@@ -24,7 +24,7 @@ from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.shards.base import Shard, ShardSpec
-from harness.runtime.executor.shards.regions import Region, region
+from harness.runtime.executor.shards.regions import Region
 
 # Sums a tensor over all devices that hold blocks of the same features; may work in place.
 Reduce = Callable[[Tensor], Tensor]
@@ -42,11 +42,11 @@ class BatchNormShard(Shard):
     num_batches_tracked: Tensor | None
 
     def __init__(self, part: ShardSpec, module: _BatchNorm, inward: Region) -> None:
-        super().__init__()
+        super().__init__([inward])
         # Off if another task on the same device updates the same statistics.
         self.track_running_stats = True
         self.is_counting = True
-        self._eps, self._momentum, self._inward = module.eps, module.momentum, inward
+        self._eps, self._momentum = module.eps, module.momentum
         for name in _TENSORS:
             self.copy_slice(part, name, part.held(name), (part.output[1],))
         self.copy_slice(part, "num_batches_tracked", part.held("num_batches_tracked"))
@@ -56,11 +56,11 @@ class BatchNormShard(Shard):
         """Whether it normalises by the statistics of its input, not by running statistics."""
         return self.training or self.running_mean is None
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         factor = self._count_batch()
         is_tracking = self.track_running_stats or not self.is_measuring
         return F.batch_norm(
-            self._inward.take(inputs[0]),
+            x,
             self.running_mean if is_tracking else None,
             self.running_var if is_tracking else None,
             self.weight,
@@ -94,15 +94,14 @@ class GlobalBatchNorm(BatchNormShard):
         super().__init__(part, module, inward)
         self._n_values, self._reduce = n_values, reduce
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         if not self.is_measuring:
-            return super().forward(*inputs)
+            return super().compute(x)
         if self._n_values < 2:
             raise ModelError(
                 f"batch normalisation needs 2 values per feature, it gets {self._n_values}: "
                 "raise the batch, or lower the microbatches"
             )
-        x = self._inward.take(inputs[0])
         factor = self._count_batch()
         mean, variance, n_values = merge_statistics(x.detach(), self._reduce)
         self._track(mean, variance * (n_values / (n_values - 1)), factor)
@@ -199,7 +198,7 @@ def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
     """A batch norm by the block's own statistics."""
     if not isinstance(part.module, _BatchNorm) or len(part.wanted) != 1:
         return None
-    return BatchNormShard(part, part.module, region(part.wanted[0], part.output))
+    return BatchNormShard(part, part.module, part.region(part.output))
 
 
 def make_batch_norm(part: ShardSpec, reduce: Reduce) -> GlobalBatchNorm | None:

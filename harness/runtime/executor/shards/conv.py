@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.domain.partition import Interval
 from harness.runtime.executor.shards.base import Held, Shard, ShardSpec, Wanted
-from harness.runtime.executor.shards.regions import Region, region, window
+from harness.runtime.executor.shards.regions import Region, window
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -70,21 +70,18 @@ class ConvShard(Shard):
     def __init__(
         self, part: ShardSpec, spec: ConvSpec, runs: list[_Run], padding: Pair, inward: Region
     ):
-        super().__init__()
-        self._spec, self._runs, self._padding, self._inward = spec, runs, padding, inward
-        filters = part.output[1]
-        sizes = part.tensor(spec.weight).shape[1:]
-        self.copy_slice(part, "weight", spec.weight, (filters, *((0, size) for size in sizes)))
-        self.copy_slice(part, "bias", spec.bias, (filters,))
+        super().__init__([inward])
+        self._spec, self._runs, self._padding = spec, runs, padding
+        self.copy_slice(part, "weight", spec.weight, (part.output[1],))
+        self.copy_slice(part, "bias", spec.bias, (part.output[1],))
 
     @property
     def is_single(self) -> bool:
         """Whether one call computes the block; false if its filters end within a group."""
         return len(self._runs) == 1
 
-    def compute(self, inputs: tuple[Tensor, ...], conv2d: Conv2d) -> Tensor:
+    def compute(self, x: Tensor, conv2d: Conv2d = F.conv2d) -> Tensor:
         """Compute the block by one call of `conv2d` per run."""
-        x = self._inward.take(inputs[0])
         if self.is_single:
             return self._convolve(conv2d, x, self.weight, self.bias, self._runs[0].groups)
         parts = []
@@ -100,9 +97,6 @@ class ConvShard(Shard):
     ) -> Tensor:
         spec = self._spec
         return conv2d(x, weight, bias, spec.stride, self._padding, spec.dilation, groups)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.compute(inputs, F.conv2d)
 
 
 def make_conv2d(part: ShardSpec) -> ConvShard | None:
@@ -125,7 +119,7 @@ def make_conv2d(part: ShardSpec) -> ConvShard | None:
             needed.append(part.wanted[0].block[2 + side])
             continue
         needed.append(_window(part, side, kernel, spec.stride, spec.padding, spec.dilation))
-    inward = region(part.wanted[0], needed)
+    inward = part.region(needed)
     runs = list(_runs(filters, filters_each, channels_each))
     return ConvShard(part, spec, runs, (padding[0], padding[1]), inward)
 
@@ -198,7 +192,6 @@ class PoolShard(Shard):
     """Some channels, rows and columns of a pool.
 
     Args:
-        fill: padding value of the region.
         outward: crops the function's output.
         counts: divisor of each window, (rows, columns); None if the function divides.
     """
@@ -209,18 +202,16 @@ class PoolShard(Shard):
         options: dict[str, Any],
         inward: Region,
         *,
-        fill: float = 0.0,
-        outward: Region | None = None,
+        outward: Region = Region(),  # noqa: B008
         counts: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self._function, self._options = function, options
-        self._inward, self._outward, self._fill = inward, outward or Region(), fill
+        super().__init__([inward])
+        self._function, self._options, self._outward = function, options, outward
         self.register_buffer("counts", counts, persistent=False)
         self.counts: Tensor | None
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        pooled = self._function(self._inward.take(inputs[0], self._fill), **self._options)
+    def compute(self, x: Tensor) -> Tensor:
+        pooled = self._function(x, **self._options)
         if self.counts is not None:
             self.counts = self.counts.to(pooled)  # copies once
             pooled = pooled / self.counts
@@ -239,7 +230,7 @@ def make_pool(part: ShardSpec) -> PoolShard | None:
     if name.startswith("adaptive"):
         return _adaptive(part, function, options)
     if part.is_side_whole(2) and part.is_side_whole(3):
-        inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
+        inward = part.region((*part.output[:2], *_whole_sides(part)))
         return PoolShard(function, options, inward)
     return _windowed(part, name, options)
 
@@ -266,11 +257,11 @@ def _adaptive(
     part: ShardSpec, function: Callable[..., Tensor], options: dict[str, Any]
 ) -> PoolShard:
     """Pool whole channels and crop the block."""
-    inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
+    inward = part.region((*part.output[:2], *_whole_sides(part)))
     whole = dict(zip(part.dims, part.sizes, strict=True))
     blocks = tuple((0, stop - start) for start, stop in part.output[:2])
     sides = tuple((0, size) for size in part.sizes[2:])
-    outward = region(Wanted(whole, (*blocks, *sides)), (*blocks, *part.output[2:]))
+    outward = Wanted(whole, (*blocks, *sides)).region((*blocks, *part.output[2:]))
     return PoolShard(function, options, inward, outward=outward)
 
 
@@ -280,14 +271,14 @@ def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard:
     padding = pair(options.get("padding", 0))
     dilation = pair(options.get("dilation", 1))
     rows = [_window(part, side, kernel, stride, padding, dilation) for side in range(2)]
-    inward = region(part.wanted[0], (*part.output[:2], *rows))
+    needed = *part.output[:2], *rows
     if name == "max_pool2d":
         read: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "dilation": dilation}
-        return PoolShard(F.max_pool2d, read, inward, fill=-torch.inf)
+        return PoolShard(F.max_pool2d, read, part.region(needed, fill=-torch.inf))
     divisor = options.get("divisor_override")
     counts = None if divisor else _counts(part, kernel, stride, padding, options)
     read = {"kernel_size": kernel, "stride": stride, "divisor_override": divisor or 1}
-    return PoolShard(F.avg_pool2d, read, inward, counts=counts)
+    return PoolShard(F.avg_pool2d, read, part.region(needed), counts=counts)
 
 
 def _counts(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.domain.einsum import equation_of
 from harness.domain.partition import Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec, operands_in
-from harness.runtime.executor.shards.regions import Region, region, regions
+from harness.runtime.executor.shards.regions import Region
 from harness.runtime.tracing.matrix_products import transposed_linear
 
 # Multiplies an input by weight and bias, as F.linear does.
@@ -43,19 +43,16 @@ class LinearShard(Shard):
         *,
         is_transposed: bool,
     ) -> None:
-        super().__init__()
-        self._inward, self.is_transposed = inward, is_transposed
+        super().__init__([inward])
+        self.is_transposed = is_transposed
         made = part.output[-1]
         self.copy_slice(part, "weight", weight, (summed, made) if is_transposed else (made, summed))
         # Only the first part of a partial sum adds the bias.
         self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (made,))
 
-    def compute(self, inputs: tuple[Tensor, ...], linear: Linear) -> Tensor:
-        """Compute the block by `linear`."""
-        return linear(self._inward.take(inputs[0]), self.weight, self.bias)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.compute(inputs, transposed_linear if self.is_transposed else F.linear)
+    def compute(self, x: Tensor, linear: Linear | None = None) -> Tensor:
+        linear = linear or (transposed_linear if self.is_transposed else F.linear)
+        return linear(x, self.weight, self.bias)
 
 
 def make_linear(part: ShardSpec) -> LinearShard | None:
@@ -71,7 +68,7 @@ def make_linear(part: ShardSpec) -> LinearShard | None:
     is_transposed = part.function == transposed_linear.__name__
     n_summed = part.tensor(weight).shape[0 if is_transposed else 1]
     summed = part.partial("contraction") or (0, n_summed)
-    inward = region(part.wanted[0], (*part.output[:-1], summed))
+    inward = part.region((*part.output[:-1], summed))
     return LinearShard(part, weight, bias, summed, inward, is_transposed=is_transposed)
 
 
@@ -81,7 +78,7 @@ class EmbeddingShard(Shard):
     Args:
         look_up: F.embedding or F.embedding_bag.
         options: keyword arguments of `look_up`.
-        indices: where the block's lie in the input, or constant ones of the model.
+        indices: constant ones of the model, instead of an input.
     """
 
     weight: nn.Parameter
@@ -92,13 +89,12 @@ class EmbeddingShard(Shard):
         part: ShardSpec,
         look_up: Callable[..., Tensor],
         options: dict[str, Any],
-        indices: Region | Held,
+        inward: list[Region],
+        indices: Held | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(inward)
         self._look_up, self._options = look_up, options
-        self._inward = None if isinstance(indices, Held) else indices
-        constant = indices if isinstance(indices, Held) else None
-        self.copy_slice(part, "indices", constant, part.output[:-1])
+        self.copy_slice(part, "indices", indices, part.output[:-1])
         table = part.held("weight")
         assert table is not None
         whole = (0, part.tensor(table).shape[0])
@@ -106,8 +102,8 @@ class EmbeddingShard(Shard):
         self._has_all = self._rows == whole
         self.copy_slice(part, "weight", table, (self._rows, part.output[-1]))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        indices = self.indices if self._inward is None else self._inward.take(inputs[0])
+    def compute(self, given: Tensor | None = None) -> Tensor:
+        indices = self.indices if given is None else given
         assert indices is not None
         if self._has_all:
             return self._look_up(indices, self.weight, **self._options)
@@ -133,16 +129,15 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     if not part.wanted:
         (indices,), _ = part.arguments() or ((None,), {})
         is_constant = isinstance(table, nn.Embedding) and isinstance(indices, Held)
-        return EmbeddingShard(part, F.embedding, options, indices) if is_constant else None
+        return EmbeddingShard(part, F.embedding, options, [], indices) if is_constant else None
     if isinstance(table, nn.Embedding):
-        inward = region(part.wanted[0], part.output[:-1])
-        return EmbeddingShard(part, F.embedding, options, inward)
+        return EmbeddingShard(part, F.embedding, options, [part.region(part.output[:-1])])
     if len(part.wanted[0].shape) != 2:
         return None
     options |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
     bags = list(part.wanted[0].shape.values())
-    inward = region(part.wanted[0], (part.output[0], (0, bags[1])))
-    return EmbeddingShard(part, F.embedding_bag, options, inward)
+    inward = part.region((part.output[0], (0, bags[1])))
+    return EmbeddingShard(part, F.embedding_bag, options, [inward])
 
 
 class LayerNormShard(Shard):
@@ -163,13 +158,13 @@ class LayerNormShard(Shard):
         normalise: Callable[[Tensor, nn.Parameter | None, nn.Parameter | None], Tensor],
         inward: Region,
     ) -> None:
-        super().__init__()
-        self._normalise, self._inward = normalise, inward
+        super().__init__([inward])
+        self._normalise = normalise
         self.copy_slice(part, "weight", weight)
         self.copy_slice(part, "bias", bias)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self._normalise(self._inward.take(inputs[0]), self.weight, self.bias)
+    def compute(self, x: Tensor) -> Tensor:
+        return self._normalise(x, self.weight, self.bias)
 
 
 def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
@@ -193,7 +188,7 @@ def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
     if any(isinstance(read.get(name), Given) for name in ("weight", "bias")):
         return None
     dims = range(len(part.output) - len(normalized), len(part.output))
-    inward = region(part.wanted[0], part.output)
+    inward = part.region(part.output)
     if not all(part.is_whole(dim) for dim in dims):
         return None
     shape, eps = tuple(normalized), read.get("eps", 1e-5)
@@ -212,7 +207,6 @@ class EinsumShard(Shard):
     Args:
         operands: inputs and tensors of the model, in order.
         intervals: of the dims that the block cuts, by letter.
-        inward: one region per input.
     """
 
     def __init__(
@@ -223,19 +217,17 @@ class EinsumShard(Shard):
         intervals: dict[str, Interval],
         inward: list[Region],
     ) -> None:
-        super().__init__()
-        self._equation, self._operands, self._inward = equation, list(operands), inward
+        super().__init__(inward)
+        self._equation, self._operands = equation, list(operands)
         for k, (operand, letters) in enumerate(operands.items()):
             if isinstance(operand, Held):
                 sizes = part.tensor(operand).shape
                 cut = [intervals.get(x, (0, n)) for x, n in zip(letters, sizes, strict=True)]
                 self.copy_slice(part, f"operand_{k}", operand, cut)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def compute(self, *inputs: Tensor) -> Tensor:
         operands = [
-            getattr(self, f"operand_{k}")
-            if isinstance(operand, Held)
-            else self._inward[operand.index].take(inputs[operand.index])
+            getattr(self, f"operand_{k}") if isinstance(operand, Held) else inputs[operand.index]
             for k, operand in enumerate(self._operands)
         ]
         return torch.einsum(self._equation, *operands)
@@ -258,4 +250,4 @@ def make_einsum(part: ShardSpec) -> EinsumShard | None:
         [intervals.get(x, (0, n)) for x, n in zip(letters, wanted.shape.values(), strict=True)]
         for letters, wanted in zip(equation.inputs, part.wanted, strict=True)
     ]
-    return EinsumShard(part, equation.plain, operands, intervals, regions(part, needed))
+    return EinsumShard(part, equation.plain, operands, intervals, part.regions(needed))

@@ -20,7 +20,7 @@ from harness.domain.partition import Block, Interval
 from harness.runtime.devices.compiling import uncompiled
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec, operands_in
 from harness.runtime.executor.shards.inplace import copying_function
-from harness.runtime.executor.shards.regions import Region, region, regions
+from harness.runtime.executor.shards.regions import Region
 
 
 class PointwiseShard(Shard):
@@ -28,7 +28,6 @@ class PointwiseShard(Shard):
 
     Args:
         args, kwargs: arguments, with `Given` for inputs and `Held` for tensors of the model.
-        inward: one region per input.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class PointwiseShard(Shard):
         kwargs: dict[str, Any],
         inward: list[Region],
     ) -> None:
-        super().__init__()
-        self._function, self._args, self._kwargs, self._inward = function, args, kwargs, inward
+        super().__init__(inward)
+        self._function, self._args, self._kwargs = function, args, kwargs
         self._names: dict[str, str] = {}
 
     def copy_operand(self, part: ShardSpec, held: Held, intervals: Block) -> None:
@@ -47,10 +46,10 @@ class PointwiseShard(Shard):
         name = self._names.setdefault(held.name, f"operand_{len(self._names)}")
         self.copy_slice(part, name, held, intervals)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def compute(self, *inputs: Tensor) -> Tensor:
         def fill(argument: Any) -> Any:
             if isinstance(argument, Given):
-                return self._inward[argument.index].take(inputs[argument.index])
+                return inputs[argument.index]
             if isinstance(argument, Held):
                 return getattr(self, self._names[argument.name])
             return argument
@@ -71,7 +70,7 @@ def make_pointwise(part: ShardSpec) -> PointwiseShard | None:
     known = [block for block in blocks if block is not None]
     if len(known) < len(blocks) or "out" in kwargs:
         return None
-    inward = regions(part, known)
+    inward = part.regions(known)
     if part.node.op == "call_function":
         args, kwargs = _out_of_place(part.node.target, args, kwargs)
     shard = PointwiseShard(function, args, kwargs, inward)
@@ -172,14 +171,13 @@ class ExactDropout(Shard):
         *,
         operator: str,
         state: RandomState,
-        inward: Region | None = None,
+        inward: Region = Region(),  # noqa: B008
     ) -> None:
-        super().__init__()
+        super().__init__([inward])
         self._probability, self._sizes, self._block = probability, tuple(sizes), block
-        self._operator, self._state, self._inward = operator, state, inward or Region()
+        self._operator, self._state = operator, state
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        x = self._inward.take(inputs[0])
+    def compute(self, x: Tensor) -> Tensor:
         if not self.training or self._probability == 0:
             return x
         return x * self._mask(x)
@@ -203,7 +201,7 @@ def make_dropout(part: ShardSpec, state: RandomState) -> ExactDropout | None:
     probability = _probability(part)
     if probability is None or len(part.wanted) != 1:
         return None
-    inward = region(part.wanted[0], part.output)
+    inward = part.region(part.output)
     sizes, block = list(part.sizes), list(part.output)
     if isinstance(part.module, nn.Dropout2d):
         sizes[2:], block[2:] = [1] * len(sizes[2:]), [(0, 1)] * len(sizes[2:])

@@ -7,7 +7,6 @@ region   |pad|......|crop|
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.domain.partition import Block, Interval
-from harness.runtime.executor.shards.base import ShardSpec, Wanted
 
 
 @dataclass(frozen=True)
@@ -25,15 +23,17 @@ class Region:
     Attributes:
         pads: before and after each dim, the last dim first, as for `F.pad`.
         crops: (dim, start, length) of the padded tensor.
+        fill: value of the padding.
     """
 
     pads: tuple[int, ...] = ()
     crops: tuple[tuple[int, int, int], ...] = ()
+    fill: float = 0.0
 
-    def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
+    def take(self, x: Tensor) -> Tensor:
         """The region of a received block; a view if nothing is padded."""
         if self.pads:
-            x = F.pad(x, self.pads, value=fill)
+            x = F.pad(x, self.pads, value=self.fill)
         for dim, start, length in self.crops:
             x = x.narrow(dim, start, length)
         return x
@@ -41,34 +41,6 @@ class Region:
 
 class LackingError(Exception):
     """A received block lacks a part of what a shard needs, so that the cut has no shard."""
-
-
-def region(wanted: Wanted, needed: Sequence[Interval]) -> Region:
-    """The padding and crops to the needed region.
-
-    Raises:
-        LackingError: the received block lacks a part.
-    """
-    if len(needed) != len(wanted.block):
-        raise LackingError
-    pads: list[int] = []
-    crops: list[tuple[int, int, int]] = []
-    sides = zip(wanted.shape.values(), wanted.block, needed, strict=True)
-    for dim, (size, (low, high), (start, stop)) in enumerate(sides):
-        real = max(0, start), min(size, stop)
-        if real[0] < real[1] and not low <= real[0] < real[1] <= high:
-            raise LackingError
-        before, after = max(0, low - start), max(0, stop - high)
-        pads = [before, after, *pads]
-        skipped = start - (low - before)
-        if skipped or stop - start < before + (high - low) + after:
-            crops.append((dim, skipped, stop - start))
-    return Region(tuple(pads) if any(pads) else (), tuple(crops))
-
-
-def regions(part: ShardSpec, needed: Iterable[Sequence[Interval]]) -> list[Region]:
-    """The padding and crops of every input; raises as `region`."""
-    return [region(wanted, block) for wanted, block in zip(part.wanted, needed, strict=True)]
 
 
 def window(
