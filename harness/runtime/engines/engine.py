@@ -186,22 +186,25 @@ class CompletionStream:
 
 
 class CollectiveSpans:
-    """Records a span for each collective of one process group."""
+    """Records a span for each collective of one process group.
+
+    Attributes:
+        last_done: mark of the end of the last one that has ended.
+    """
 
     def __init__(self, world: World, recorder: Recorder) -> None:
         self._recorder, self._completion = recorder, CompletionStream(world)
         self._is_nccl = world.backend == "nccl"
+        self.last_done: Any = None
 
     def start(self, begin: Callable[[], Any], name: str, n_bytes: int) -> Any:
         """Call `begin`, which starts a collective; return the work to wait for, if any."""
-        clock = self._recorder.clock
-        start, work = clock.mark(), begin()
+        start, work = self._recorder.clock.mark(), begin()
         if work is None:
             return None
 
         def finish(future: Any = None) -> Any:
-            end = self._completion.mark(work, clock)
-            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            self._end(work, start, name, n_bytes)
             return future and future.value()
 
         if self._is_nccl:  # its callback would run at once, on a stream that one of its groups uses
@@ -209,31 +212,28 @@ class CollectiveSpans:
             return work
         return work.get_future().then(finish)
 
+    def _end(self, work: Any, start: Any, name: str, n_bytes: int) -> None:
+        end = self.last_done = self._completion.mark(work, self._recorder.clock)
+        self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
 
-class TimedSums:
-    """Starts all-reduces over the ranks of a group, by default all, and records a span for each.
 
-    Attributes:
-        last_done: mark of the end of the last one that has ended.
-    """
+class TimedSums(CollectiveSpans):
+    """Starts all-reduces over the ranks of a group, by default all."""
 
     def __init__(
         self, world: World, recorder: Recorder, group: dist.ProcessGroup | None = None
     ) -> None:
+        super().__init__(world, recorder)
         self._group = group
-        self._recorder, self._completion = recorder, CompletionStream(world)
-        self.last_done: Any = None
 
     def all_reduce(self, tensor: Tensor, name: str) -> torch.futures.Future[Tensor]:
         """Begin to sum a tensor in place; the future holds it."""
-        clock = self._recorder.clock
-        start, n_bytes = clock.mark(), tensor.nbytes
+        start, n_bytes = self._recorder.clock.mark(), tensor.nbytes
         work: Any = dist.all_reduce(tensor, group=self._group, async_op=True)
 
         def finish(_: object) -> Tensor:
             # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.
-            end = self.last_done = self._completion.mark(work, clock)
-            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            self._end(work, start, name, n_bytes)
             return tensor
 
         done: torch.futures.Future[Tensor] = work.get_future().then(finish)

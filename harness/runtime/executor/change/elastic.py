@@ -41,7 +41,12 @@ from harness.runtime.executor.cache.boundary import (
     rest_of_strategy,
     why_not,
 )
-from harness.runtime.executor.change.transfer import Bits, StateTransfer, find_all_migrations
+from harness.runtime.executor.change.transfer import (
+    Bits,
+    StateTransfer,
+    Subject,
+    find_all_migrations,
+)
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms
@@ -69,26 +74,11 @@ class ChangeCost:
     pair_bytes: dict[tuple[int, int], int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vote:
-    """One rank's view of the new state.
-
-    Attributes:
-        messages: fingerprints of its messages, by (sender, reader).
-        replicas: fingerprints of the state that it shares with others, by slice and key.
-        n_bytes: bytes that it received, by sender.
-    """
-
-    messages: Mapping[tuple[int, int], Bits]
-    replicas: Mapping[tuple[WeightSlice, str], Bits]
-    n_bytes: Mapping[int, int]
-
-
-def check_votes(votes: Sequence[Vote]) -> None:
-    """Check that all ranks agree on the new state."""
-    known: dict[tuple[object, object], tuple[int, Bits]] = {}
+def check_votes(votes: Sequence[Mapping[Subject, Bits]]) -> None:
+    """Check that all ranks agree on the new state, by each rank's fingerprints."""
+    known: dict[Subject, tuple[int, Bits]] = {}
     for rank, vote in enumerate(votes):
-        for subject, bits in (*vote.messages.items(), *vote.replicas.items()):
+        for subject, bits in vote.items():
             first, seen = known.setdefault(subject, (rank, bits))
             if seen != bits:
                 raise VerificationError(
@@ -97,7 +87,7 @@ def check_votes(votes: Sequence[Vote]) -> None:
                 )
 
 
-def _name_of(subject: tuple[object, object]) -> str:
+def _name_of(subject: Subject) -> str:
     first, second = subject
     if isinstance(first, WeightSlice):
         return f"{second} of {first.name}" if second else first.name
@@ -304,13 +294,9 @@ class ElasticExecutor:
             transfer = StateTransfer(old.held_state(), engine.held_state(), world)
             raise_on_all_ranks(partial(_pack, transfer), world)
             transfer.exchange()
-            vote = Vote(
-                messages=transfer.message_bits(),
-                replicas=transfer.replica_bits(),
-                n_bytes=transfer.n_bytes,
-            )
-            votes = gather_objects(world, vote)
-            check_votes(votes)
+            vote = transfer.message_bits() | transfer.replica_bits()
+            votes = gather_objects(world, (vote, transfer.n_bytes))
+            check_votes([bits for bits, _ in votes])
         except HarnessError:
             engine.close()
             raise
@@ -320,10 +306,10 @@ class ElasticExecutor:
         vars(old).clear()  # at once, although its objects form reference cycles
         gc.collect()
         still_s = time.perf_counter() - start_s
-        slowest_s = maximum_over_ranks([still_s], world)[0] if world.size > 1 else still_s
         pair_bytes = {
             (source, target): n
-            for target, vote in enumerate(votes)
-            for source, n in sorted(vote.n_bytes.items())
+            for target, (_, n_bytes) in enumerate(votes)
+            for source, n in sorted(n_bytes.items())
         }
+        slowest_s = maximum_over_ranks([still_s], world)[0] if world.size > 1 else still_s
         return ChangeCost(still_s=slowest_s, pair_bytes=pair_bytes)

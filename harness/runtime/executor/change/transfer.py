@@ -94,6 +94,8 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
 MODEL = ""
 
 Bits = tuple[int, ...]
+# Of a fingerprint: a message by its ends, or a slice and a key of its state.
+Subject = tuple[int, int] | tuple[WeightSlice, str]
 # Values of the optimizer's state by key; the dtype stands for a tensor with the slice's shape.
 Inventory = dict[WeightSlice, dict[str, Any]]
 
@@ -227,16 +229,18 @@ class StateTransfer:
             for block, view in _views(flat, self._received[rank]):
                 _region(block, self._after, block.migration.after).copy_(view)
 
-    def message_bits(self) -> Mapping[tuple[int, int], Bits]:
+    def message_bits(self) -> dict[Subject, Bits]:
         """Fingerprints of this rank's messages, by (sender, reader)."""
         here = self._world.rank
-        sent = {(here, rank): _bits(flat) for rank, flat in self._outgoing.items()}
-        return sent | {(rank, here): _bits(flat) for rank, flat in self._incoming.items()}
+        found: dict[Subject, Bits] = {
+            (here, rank): _bits(flat) for rank, flat in self._outgoing.items()
+        }
+        return found | {(rank, here): _bits(flat) for rank, flat in self._incoming.items()}
 
-    def replica_bits(self) -> dict[tuple[WeightSlice, str], Bits]:
+    def replica_bits(self) -> dict[Subject, Bits]:
         """Fingerprints of the new state that this rank shares with others."""
         after = self._after
-        found = {
+        found: dict[Subject, Bits] = {
             (piece, MODEL): _bits(after.tensor(piece, MODEL))
             for piece in after.owners.trained(after.weights)
             if len(after.owners.placement()[piece]) > 1
