@@ -98,8 +98,6 @@ class ExecutorEngine:
             hold_alike(task, captured, options.dtype, world)
         captured.freeze_untrained(task.model)
         hooks = ParameterHooks(task.model)
-        self._feed = Feed(captured, strategy, world.rank)
-        self.samples = self._feed.samples
         self.weights = Weights(captured.module, world.device)
         self._groups = Groups(world, plan.timeout_s)
         self._gradients = WeightGradients(
@@ -114,6 +112,9 @@ class ExecutorEngine:
         names = canonical_names(task.model)
         lowered = lower_strategy(captured, meta, plan, world, options)
         self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units
+        layouts = {size: forms.layout for size, forms in lowered.forms.items()}
+        self._feed = Feed(captured, strategy, layouts, world.rank)
+        self.samples = self._feed.samples
         gradient_groups = make_groups(self.holders, replicas, self._groups, world)
         exchanging = sorted({plan.unit.devices for plan in units})
         unit_groups = {ranks: self._groups.for_exchanges(ranks) for ranks in exchanging}
@@ -126,7 +127,7 @@ class ExecutorEngine:
             collectives=lowered.collectives,
         )
         sizes = strategy.microbatch_sizes()
-        self._gradients.plan_joining(lowered.forms[max(sizes)].layout)
+        self._gradients.plan_joining(layouts[max(sizes)])
         made = {size: self._make_program(lowered, size, meta) for size in lowered.forms}
         programs = {size: program for size, (program, _) in made.items()}
 

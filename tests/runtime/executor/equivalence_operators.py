@@ -224,6 +224,11 @@ class Branching(nn.Module):
         return found
 
 
+def normed_input() -> nn.Module:
+    """The first operator reads all samples of a batch."""
+    return nn.Sequential(nn.BatchNorm1d(_NARROW), nn.Linear(_NARROW, _NARROW))
+
+
 def towers() -> nn.Module:
     """Two pairs of a wide and a narrow layer, which follow one another without anything between."""
     return nn.Sequential(
@@ -251,6 +256,7 @@ SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "read_ahead": (ReadAhead, (_NARROW,), _NARROW),
     "wide_head": (WideHead, (3, 2, 2), WIDE),
     "unread_row": (UnreadRow, (3, 7, 7), 5),
+    "normed_input": (normed_input, (_NARROW,), _NARROW),
     "branching": (Branching, (2, 5, 5), 3),
     "towers": (towers, (7,), 5),
 }

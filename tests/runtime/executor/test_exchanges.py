@@ -64,6 +64,12 @@ def test_a_block_of_a_norm_that_nobody_reads_takes_part_in_its_sums(recompute, r
     assert_equal(case, ranks)
 
 
+def test_a_device_reads_all_samples_that_it_normalises(ranks):
+    """Two of three blocks are on one device, which computes the whole norm for each of them."""
+    norm = {"0": OperatorPlan({"sample": 3}, [0, 0, 1])}
+    assert_equal(norms_case("normed_input", norm, 6), ranks)
+
+
 # NCCL pairs sends and receives by their order.
 @pytest.mark.parametrize("make", [third_branch_copied, read_ahead])
 @pytest.mark.parametrize("way", ["forward", "backward"])

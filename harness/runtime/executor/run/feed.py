@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Interval, cut_dim
-from harness.domain.sharding import full_blocks, full_shape, has_tasks
+from harness.domain.partition import Interval, cut_dim
 from harness.domain.strategy import Strategy
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
+from harness.runtime.executor.geometry.layout import Layout
 from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.run.phases import Phases
 
@@ -20,13 +19,23 @@ from harness.runtime.executor.run.phases import Phases
 class Feed:
     """One device's share of every batch.
 
+    Args:
+        layouts: by size of microbatch.
+
     Attributes:
         samples: positions in the global batch, in the order in which the device reads them.
     """
 
-    def __init__(self, captured: Captured, strategy: Strategy, device: int) -> None:
-        self._intervals = sample_intervals(captured.graph, strategy, device)
+    def __init__(
+        self, captured: Captured, strategy: Strategy, layouts: Mapping[int, Layout], device: int
+    ) -> None:
         self._microbatches = cut_dim(strategy.batch, strategy.n_microbatches)
+        read = {size: _read_samples(layout, device) for size, layout in layouts.items()}
+        self._intervals = [
+            (first + start, first + stop)
+            for first, last in self._microbatches
+            for start, stop in (read[last - first],)
+        ]
         inputs = captured.module.graph.find_nodes(op="placeholder")
         self._input_names = tuple(node.name for node in inputs)
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
@@ -78,41 +87,12 @@ class Feed:
         return flights
 
 
-def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
-    """The samples of the global batch that a device needs, one interval per microbatch.
-
-    An interval covers all samples of inputs and targets that the device's tasks read; it may be
-    empty.
-    """
-    index = graph.index()
-    readers = [
-        op
-        for op in graph.operators
-        if has_tasks(op)
-        and (op.kind == "loss" or any(not has_tasks(graph.operators[index[n]]) for n in op.inputs))
-    ]
-    found: list[Interval] = []
-    for start, stop in cut_dim(strategy.batch, strategy.n_microbatches):
-        needed = [
-            _read_samples(op, plan.partition, k, graph, stop - start)
-            for op in readers
-            for plan in (strategy.operators[op.name],)
-            for k, held_by in enumerate(plan.devices)
-            if held_by == device
-        ]
-        low = min((interval[0] for interval in needed), default=0)
-        high = max((interval[1] for interval in needed), default=0)
-        found.append((start + low, start + high))
-    return found
-
-
-def _read_samples(
-    operator: Operator, cuts: dict[str, int | list[int]], k: int, graph: Graph, samples: int
-) -> Interval:
-    shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
-    block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
-    intervals = dict(zip(shape, block, strict=True))
-    if SAMPLE not in intervals:
-        return 0, samples
-    (low, high), size = intervals[SAMPLE], shape[SAMPLE]
-    return low * samples // size, -(-high * samples // size)
+def _read_samples(layout: Layout, device: int) -> Interval:
+    """The interval of a microbatch that covers all samples of inputs and targets that a device's
+    tasks read; it may be empty."""
+    read = [w.block[0] for w in layout.wants if w.device == device and not w.pieces]
+    losses = (op.name for op in layout.graph.operators if op.kind == "loss")
+    parts = (part for name in losses for part in layout.parts[name] if part.device == device)
+    read += map(layout.sample_interval, parts)
+    starts, stops = zip(*read, strict=True) if read else ([0], [0])
+    return min(starts), max(stops)
