@@ -1,9 +1,8 @@
 """Replicas that are averaged every few steps, against the formulas on whole vectors."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from averages_training import ReplicaSum
 from torch import nn
 
 from harness.errors import ModelError
@@ -11,25 +10,6 @@ from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import OuterOptions
 
 WEIGHTS = (0.5, 0.3, 0.2)
-
-
-class Sum:
-    """A sum over replicas in one process, which is there when all have begun."""
-
-    def __init__(self):
-        self.begun = {}
-
-    def all_reduce(self, tensor, name):
-        summed = self.begun.setdefault(name, [])
-        summed.append(tensor)
-
-        def wait():
-            total = sum(summed)
-            for one in summed:
-                one.copy_(total)
-            summed.clear()
-
-        return SimpleNamespace(wait=wait)
 
 
 def make(dtype=torch.float64):
@@ -49,7 +29,7 @@ def train(models, options, n_steps, reduce_dtype="fp32"):
         )
     generator = torch.Generator().manual_seed(1)
     for _ in range(n_steps):
-        sums = Sum()
+        sums = ReplicaSum()
         for average, weight in zip(averages, WEIGHTS, strict=True):
             average.begin(weight)
         for model in models:
@@ -117,9 +97,9 @@ def test_a_replica_alone_is_trained_as_without():
     alone, averaged = make(), make()
     generator = torch.Generator().manual_seed(1)
     named = dict(averaged.named_parameters())
-    average = ReplicaAverage(named, OuterOptions(sync_every=3), Sum().all_reduce, "fp32")
+    average = ReplicaAverage(named, OuterOptions(sync_every=3), ReplicaSum().all_reduce, "fp32")
     for _ in range(5):
-        average._all_reduce = Sum().all_reduce
+        average._all_reduce = ReplicaSum().all_reduce
         average.begin(1.0)
         for one, other in zip(trained(alone), trained(averaged), strict=True):
             move = torch.randn(one.shape, generator=generator, dtype=one.dtype)
@@ -135,7 +115,7 @@ def test_complex_and_narrow_parameters_keep_their_dtypes():
         "complex": nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])),
         "narrow": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
     }
-    average = ReplicaAverage(values, OuterOptions(sync_every=2), Sum().all_reduce, "bf16")
+    average = ReplicaAverage(values, OuterOptions(sync_every=2), ReplicaSum().all_reduce, "bf16")
     for _ in range(2):
         average.begin(1.0)
         average.wait()
@@ -149,4 +129,4 @@ def test_complex_and_narrow_parameters_keep_their_dtypes():
 def test_a_parameter_whose_elements_share_a_place_is_refused():
     named = {"scale": nn.Parameter(torch.ones(1).expand(4))}
     with pytest.raises(ModelError, match="the elements of scale in the order of its memory"):
-        ReplicaAverage(named, OuterOptions(sync_every=2), Sum().all_reduce, "fp32")
+        ReplicaAverage(named, OuterOptions(sync_every=2), ReplicaSum().all_reduce, "fp32")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from equivalence_cases import Case, part_of, target_counts
 from equivalence_reference import clip, plain_optimizer
@@ -66,15 +67,8 @@ def _engine(training: Averaged, world: World, *, seed: int = 0) -> ExecutorEngin
     hosts = list(training.hosts) or [world.hostname] * world.size
     placed = replace(world, hostnames=hosts, hostname=hosts[world.rank])
     options = replace(options_of(training.case), outer=training.outer)
-    task = replace_seed(training.case, seed).make_task()
+    task = msgspec.structs.replace(training.case, seed=training.case.seed + 6 * seed).make_task()
     return ExecutorEngine(task, placed, Recorder(HostClock()), options, plan_of(training.case))
-
-
-def replace_seed(case: Case, more: int) -> Case:
-    """A case of other weights and data."""
-    return Case(**{name: getattr(case, name) for name in case.__struct_fields__} | {
-        "seed": case.seed + 6 * more,
-    })  # fmt: skip
 
 
 def _steps(engine: ExecutorEngine, case: Case, steps: range) -> list[float]:
@@ -148,7 +142,7 @@ def read_and_train(training: Averaged, world: World) -> Trained:
     return replace(_trained(engine, losses, world), warnings=messages)
 
 
-class _Sum:
+class ReplicaSum:
     """A sum over replicas in one process, which is there when all have begun."""
 
     def __init__(self) -> None:
@@ -171,7 +165,7 @@ def train_one_after_the_other(training: Averaged, parts: Sequence[Sequence[int]]
     """Train each replica on its samples by plain PyTorch, and average them."""
     case, n_global = training.case, training.case.strategy.batch
     tasks = [case.make_task() for _ in parts]
-    sums = _Sum()
+    sums = ReplicaSum()
     averages = []
     for task in tasks:
         named = dict(task.model.named_parameters())
@@ -184,7 +178,7 @@ def train_one_after_the_other(training: Averaged, parts: Sequence[Sequence[int]]
     optimizers = [plain_optimizer(case, task.model) for task in tasks]
     losses: list[list[float]] = [[] for _ in parts]
     for step in range(case.n_steps):
-        sums = _Sum()
+        sums = ReplicaSum()
         for average, own in zip(averages, parts, strict=True):
             average.begin(len(own) / n_global)
         for k, (task, own) in enumerate(zip(tasks, parts, strict=True)):
