@@ -123,7 +123,6 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     for epoch in range(2):
         train(first, epoch)
         scheduler.step()
-    groups = [one["params"] for one in first._engine.full_state()["optimizer"]["param_groups"]]
     first.save(f"{directory}/saved")
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
     refusals |= {"unequal data": unequal_data, "other data": other_data}
@@ -161,7 +160,7 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["factors"] = _refused(lambda: whole.save(f"{directory}/factors"))
     whole.close()
     refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
-    torch.save((losses, results, groups, refusals, files), Path(directory, f"result{rank}"))
+    torch.save((losses, results, refusals, files), Path(directory, f"result{rank}"))
     dist.barrier()
     dist.destroy_process_group()
 

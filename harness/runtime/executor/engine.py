@@ -146,7 +146,7 @@ class ExecutorEngine:
             )
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,
-            options.optimizer, self._averages,
+            self._averages,
         )  # fmt: skip
 
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
@@ -338,16 +338,8 @@ class ExecutorEngine:
         self.flush()
         return self._gatherer.averaged_state(self._optimizer, is_for_first=is_for_first)
 
-    def full_state(self) -> dict[str, Any]:
-        """The state of model and optimizer, on every rank; all ranks must call it."""
-        return {
-            "model": self.model_state(),
-            "optimizer": self._gatherer.optimizer_state(self._optimizer),
-            "step": self._random.step,
-        }
-
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load a whole state, of any strategy or engine; all ranks must call it."""
+        """Load a whole state, as `open_sharded` gives it; all ranks must call it."""
         self.flush()
         self._gatherer.load(state, self._optimizer)
         self.gathers.gather_updated()

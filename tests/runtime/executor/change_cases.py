@@ -79,7 +79,7 @@ class ChangingCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named_state(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a `full_state` by name."""
+    """The tensors of a whole state by name."""
     found: dict[str, Tensor] = dict(state["model"])
     for index, values in state["optimizer"]["state"].items():
         for key, value in values.items():

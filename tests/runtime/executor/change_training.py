@@ -15,7 +15,14 @@ import torch.distributed as dist
 from change_cases import ChangingCase, named_state
 from equivalence_cases import part_of, target_counts
 from equivalence_reference import Trace
-from equivalence_training import as_drawn, make_engine, options_of, plan_of, task_of
+from equivalence_training import (
+    as_drawn,
+    make_engine,
+    options_of,
+    plan_of,
+    task_of,
+    whole_state,
+)
 from torch import Tensor
 
 from harness.domain.strategy import Strategy
@@ -90,7 +97,7 @@ def train_and_change(changing: ChangingCase, world: World) -> RankTrace:
         losses.append(loss)
         fed.append(samples)
     training.elastic.engine.verify()
-    state = named_state(training.elastic.engine.full_state())
+    state = named_state(whole_state(training.elastic.engine, world))
     return RankTrace(losses=losses, fed=fed, state={} if world.rank else state, costs=costs)
 
 
@@ -109,7 +116,7 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
         part = part_of(data, samples)
         share = Share(n_local=len(samples), n_global=len(samples), counts=target_counts(part))
         losses.append(float(engine.step(lambda: part, share)))  # noqa: B023
-        state = engine.full_state()
+        state = whole_state(engine, world)
     return RankTrace(losses=losses, fed=changing.batches(), state=named_state(state))
 
 

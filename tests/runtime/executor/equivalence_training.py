@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,13 +33,14 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.program import lower
+from harness.runtime.executor.program import segments
 from harness.runtime.executor.sharded import units
 from harness.runtime.executor.shards import forms, ring
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.executor.transport import messages
 from harness.runtime.executor.transport.channels import Buffers, Channels
 from harness.runtime.models.task import Task
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 TIMEOUT_S = 200.0
@@ -107,7 +109,7 @@ def as_drawn(case: Case) -> Iterator[None]:
         mock.patch.object(deferred, "LARGE_ELEMENTS", least),
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
-        mock.patch.object(lower, "compiled_by_torch", partial(compiled_by, case.backend)),
+        mock.patch.object(segments, "compiled_by_torch", partial(compiled_by, case.backend)),
         mock.patch.object(forms, "BUCKET_BYTES", 1 << 10),  # compiled segments end there
     ):
         yield
@@ -320,42 +322,37 @@ class Move:
     """A training that goes on under another strategy after `n_before` steps.
 
     Attributes:
-        directory: of the files in between, where it is other ranks that go on.
+        directory: of the files in between.
     """
 
     case: Case
     after: Strategy
     n_before: int
-    directory: str = ""
+    directory: str
 
 
-def train_and_move(move: Move, world: World) -> Trace:
-    """Train under one strategy, rebuild from the state under another, and train on."""
-    losses, engine = _train_before(move, world)
-    found = _train_after(move, engine.full_state(), world)
-    return Trace(losses=losses + found.losses, gradients=found.gradients, state=found.state)
+def whole_state(engine: ExecutorEngine, world: World) -> dict[str, Any]:
+    """The state of all ranks, as it is read from the files that they write."""
+    with tempfile.TemporaryDirectory() as own:
+        directory = gather_objects(world, own)[0]
+        engine.shard().write(Path(directory))
+        gather_objects(world, None)  # all have written
+        found = load_sharded(directory)
+        gather_objects(world, None)  # all have read
+    return found
 
 
 def train_and_save(move: Move, world: World) -> list[float]:
     """Train the first steps and write every rank's part; their losses."""
-    losses, engine = _train_before(move, world)
+    engine = make_engine(move.case, world)
+    losses = [train_step(engine, move.case, step) for step in range(move.n_before)]
     engine.shard().write(Path(move.directory))
     return losses
 
 
 def load_and_train(move: Move, world: World) -> Trace:
     """Train the steps that follow."""
-    return _train_after(move, load_sharded(Path(move.directory)), world)
-
-
-def _train_before(move: Move, world: World) -> tuple[list[float], ExecutorEngine]:
-    engine = make_engine(move.case, world)
-    losses = [train_step(engine, move.case, step) for step in range(move.n_before)]
-    return losses, engine
-
-
-def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
-    case = move.case
+    state, case = load_sharded(Path(move.directory)), move.case
     # Other weights, so that nothing but the state can carry them over.
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), world, task=fresh)

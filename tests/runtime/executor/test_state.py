@@ -1,7 +1,6 @@
 """A training goes on from its whole state, gathered or in files, under another strategy."""
 
 import os
-from unittest import mock
 
 import msgspec
 import pytest
@@ -17,9 +16,9 @@ from equivalence_training import (
     load_and_train,
     make_engine,
     merged,
-    train_and_move,
     train_and_save,
     train_step,
+    whole_state,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -38,8 +37,8 @@ def named(model, n_ranks, batch, name, **changes):
     return sharded(make_case(model, name, n_ranks, batch, **changes), state or "none")
 
 
-def make_move(model, n_ranks, before, after, directory="", **changes):
-    """From a strategy on so many ranks to another; both are (ranks, name)."""
+def make_move(model, n_ranks, before, after, directory, **changes):
+    """From a strategy on so many ranks to another; both are (ranks, batch, name)."""
     case = named(model, *before, n_steps=4, **changes)
     return Move(
         case=case, after=named(model, *after).strategy, n_before=2, directory=str(directory)
@@ -53,32 +52,23 @@ def assert_uninterrupted(found, move, ranks):
 
 
 @pytest.mark.parametrize(
-    ("model", "before", "after", "optimizer"),
-    [
-        ("lenet", "tensor parallel", "1f1b", "adamw"),
-        ("lenet", "2-1 gpipe", "ddp", "sgd"),
-        ("lenet", "ddp", "single", "adamw"),
-        ("lenet", "ddp, sharded parameters", "2-1 gpipe, sharded gradients", "adamw"),
-        ("disordered", "tensor parallel", "1f1b", "sgd"),
-        ("exported", "1f1b", "ddp", "adamw"),
-    ],
-)
-def test_training_goes_on_under_another_strategy(model, before, after, optimizer, ranks):
-    move = make_move(model, 3, (3, 6, before), (3, 6, after), optimizer=optimizer, seed=AVERAGED)
-    assert_uninterrupted(merged(ranks.run(3, train_and_move, move)), move, ranks)
-
-
-@pytest.mark.parametrize(
     ("model", "before", "after", "optimizer", "dropout"),
     [
         ("disordered", (2, "tensor parallel"), (2, "1f1b"), "sgd", "off"),
+        ("lenet", (3, "tensor parallel"), (3, "1f1b"), "adamw", "off"),
+        ("lenet", (3, "2-1 gpipe"), (3, "ddp"), "sgd", "off"),
+        (
+            "lenet", (3, "ddp, sharded parameters"), (3, "2-1 gpipe, sharded gradients"),
+            "adamw", "off",
+        ),
+        ("exported", (3, "1f1b"), (3, "ddp"), "adamw", "off"),
         ("mlp", (2, "tensor parallel"), (2, "ddp, sharded gradients"), "adamw", "exact"),
         ("mlp", (2, "ddp, sharded parameters"), (1, "single"), "adamw", "off"),
         ("resnet18", (2, "ddp"), (1, "single"), "sgd", "off"),
         ("vit", (2, "1f1b"), (3, "tensor parallel"), "adamw", "off"),
         ("tokens", (2, "hybrid"), (1, "single"), "sgd", "off"),
     ],
-)
+)  # fmt: skip
 def test_other_ranks_go_on_from_what_each_rank_wrote(
     model, before, after, optimizer, dropout, ranks, tmp_path
 ):
@@ -121,15 +111,6 @@ def one_device(model, **changes):
     return case, make_engine(case, local_world(0, 1))
 
 
-def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
-    _, engine = one_device("mlp")
-    counter = mock.Mock(spec=torch.Tensor, shape=torch.Size())
-    for parameter in engine.weights.trainable().values():
-        engine._optimizer.state[parameter]["step"] = counter
-    single = engine._gatherer.rank_parts(engine._optimizer).single
-    assert {id(values["step"]) for values in single.values()} == {id(counter.cpu.return_value)}
-
-
 @pytest.mark.parametrize(("model", "seed"), [("disordered", 0), ("disordered", 2), ("exported", 5)])
 def test_a_whole_state_is_that_of_plain_pytorch(model, seed):
     case, engine = one_device(model, seed=seed)
@@ -141,19 +122,18 @@ def test_a_whole_state_is_that_of_plain_pytorch(model, seed):
         optimizer.zero_grad()
         (plain.sum_loss(plain.model(*batch.inputs), batch.targets) / 6).backward()
         optimizer.step()
-    found, wanted = engine.full_state(), optimizer.state_dict()
+    found = whole_state(engine, local_world(0, 1))
     assert list(found["model"]) == list(plain.model.state_dict())
     for name, tensor in plain.model.state_dict().items():
         torch.testing.assert_close(found["model"][name], tensor)
-    loaded = plain_optimizer(case, plain.model)
-    loaded.load_state_dict(found["optimizer"])
-    assert loaded.state_dict()["param_groups"] == wanted["param_groups"]
-    torch.testing.assert_close(loaded.state_dict()["state"], wanted["state"])
+    states = {k: optimizer.state.get(p) for k, p in enumerate(plain.model.parameters())}
+    wanted = {k: values for k, values in states.items() if values}
+    torch.testing.assert_close(found["optimizer"]["state"], wanted)
 
 
 def test_a_state_of_another_model_or_optimizer_is_refused():
     _, engine = one_device("disordered")
-    state = engine.full_state()
+    state = whole_state(engine, local_world(0, 1))
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
     with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
         engine.load_full_state(other)
@@ -170,7 +150,7 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
 
 def test_averages_of_a_state_are_dropped_with_a_warning(caplog):
     _, engine = one_device("disordered")
-    state = engine.full_state()
+    state = whole_state(engine, local_world(0, 1))
     engine.load_full_state({**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}})
     assert caplog.messages == [
         "averages of parameters in the state are dropped: give --ema to keep them"

@@ -50,13 +50,14 @@ class _Joined(Mapping[str, Tensor]):
         return len(self.parts)
 
 
-def load_sharded(directory: Path) -> dict[str, Any]:
-    """Read the state whose shards all ranks wrote, as `ExecutorEngine.full_state`.
+def load_sharded(directory: Path | str) -> dict[str, Any]:
+    """Read the state whose shards all ranks wrote: the model's `state_dict`, the optimizer's state
+    by the numbers of the parameters, and the step.
 
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
     """
-    state = open_sharded(directory)
+    state = open_sharded(Path(directory))
     of_parameters = {n: dict(values) for n, values in state["optimizer"]["state"].items()}
     return {
         "model": dict(state["model"]),
@@ -93,10 +94,10 @@ def _open(
     directory: Path, paths: list[Path], metadata: StateMetadata, prefix: str = ""
 ) -> dict[str, Any]:
     """Open the tensors whose names have a prefix; without one there must be all of the model."""
-    model, cut, single = _read(paths, prefix)
+    found = _read(paths, prefix)
+    model = {name: parts for (key, name), parts in found.items() if not key}
     numbers = {name: index for index, name in enumerate(metadata.parameters)}
-
-    for name, parts in (*model.items(), *((name, parts) for (_, name), parts in cut.items())):
+    for (_, name), parts in found.items():
         _shape_of(name, parts, directory, has_copies=metadata.is_survivors)
 
     def joined() -> _Joined:
@@ -107,11 +108,9 @@ def _open(
         if prefix and first not in model:
             continue  # common to all replicas
         whole.parts[name] = first, _known(model, first, "tensors", directory)
-    for (key, name), parts in cut.items():
-        state[_known(numbers, name, "parameters", directory)].parts[key] = name, parts
-    for (key, name), value in single.items():
-        piece = WeightSlice(name, tuple((0, size) for size in value.shape))
-        state[_known(numbers, name, "parameters", directory)].parts[key] = name, [(piece, value)]
+    for (key, name), parts in found.items():
+        if key:
+            state[_known(numbers, name, "parameters", directory)].parts[key] = name, parts
     return {
         "model": whole,
         "optimizer": {"state": dict(sorted(state.items()))},
@@ -241,14 +240,10 @@ def _read_metadata(path: Path) -> StateMetadata:
     return decode(data, StateMetadata, source=str(path), error=ResultsError)
 
 
-def _read(
-    paths: list[Path], prefix: str
-) -> tuple[dict[str, Pieces], dict[tuple[str, str], Pieces], dict[tuple[str, str], Tensor]]:
-    """Slices of the model, slices of the optimizer's state, and state that is not sliced, of names
-    with a prefix."""
-    model: dict[str, Pieces] = {}
-    cut: dict[tuple[str, str], Pieces] = {}
-    single: dict[tuple[str, str], Tensor] = {}
+def _read(paths: list[Path], prefix: str) -> dict[tuple[str, str], Pieces]:
+    """The parts of each tensor, by the optimizer's key (empty for the model) and its name, of names
+    with a prefix; one part of a state that is not sliced, which several ranks may write."""
+    found: dict[tuple[str, str], Pieces] = {}
     for path in paths:
         with _opened(path) as file:
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -257,14 +252,11 @@ def _read(
                 tensor = file.get_tensor(stored)
                 key, text, name = _parts_of(stored.removeprefix(prefix), path)
                 if key and text == UNCUT:
-                    single[key, name] = tensor
-                    continue
-                piece = _piece(name, text, tensor, path)
-                if key:
-                    cut.setdefault((key, name), []).append((piece, tensor))
+                    found[key, name] = [(WeightSlice.whole(name, tensor), tensor)]
                 else:
-                    model.setdefault(name, []).append((piece, tensor))
-    return model, cut, single
+                    piece = _piece(name, text, tensor, path)
+                    found.setdefault((key, name), []).append((piece, tensor))
+    return found
 
 
 def _shape_of(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> list[int]:

@@ -126,7 +126,7 @@ def state_shard(
         n_ranks=world.size,
         step=step,
         names=gatherer.names,
-        parameters=list(gatherer.parameters),
+        parameters=gatherer.parameters,
         is_survivors=is_survivor,
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),

@@ -1,7 +1,8 @@
 """Gather a model's whole state from the slices of all ranks, and load it.
 
 Tensors have the same names, and the optimizer's state the same numbers, as on one device, so that
-training can continue by another strategy or without the executor.
+training can continue by another strategy or without the executor. A state is also written and read
+in parts (`shard`, `files`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError, VerificationError
-from harness.runtime.engines.optimizers import (
-    AVERAGE,
-    OUTER_MOMENTUM,
-    OptimizerOptions,
-    average_of,
-    kept_keys,
-)
+from harness.runtime.engines.optimizers import AVERAGE, OUTER_MOMENTUM, average_of, kept_keys
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -65,7 +60,6 @@ class StateGatherer:
         names: the model's `canonical_names` before lowering, because shards copy tensors, after
             which a tensor's names no longer refer to one tensor.
         meta: the captured model on the meta device; gives shapes.
-        options: give the optimizer's group of each parameter.
         averages: of replicas, whose state is the one that they agree on.
     """
 
@@ -78,17 +72,14 @@ class StateGatherer:
         holders: Holders,
         owners: Owners,
         world: World,
-        options: OptimizerOptions,
-        averages: ReplicaAverages | None = None,
+        averages: ReplicaAverages | None,
     ) -> None:
         self._weights, self._owners, self._world, self.averages = weights, owners, world, averages
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
+        # The optimizer's numbers of parameters count these, whatever its groups.
         parameters = model.named_parameters(remove_duplicate=False)
-        # By name; the optimizer's numbers of parameters count these, whatever its groups.
-        self.parameters = {
-            name: options.group_of(name, p.dim()) for name, p in parameters if names[name] == name
-        }
+        self.parameters = [name for name, _ in parameters if names[name] == name]
         state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
         # The names of a state, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}
@@ -179,31 +170,6 @@ class StateGatherer:
         held = self._owners.held(self._weights).items()
         return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The `Optimizer.state_dict` of an optimizer over all parameters of the model."""
-        numbers = self._numbers()
-        by_key, single = self._optimizer_parts(optimizer)
-        keys = sorted({key for keys in gather_objects(self._world, list(by_key)) for key in keys})
-        state: dict[int, dict[str, Any]] = {}
-        for key in keys:
-            for name, tensor in self.whole(by_key.get(key, {})).items():
-                state.setdefault(numbers[name], {})[key] = tensor
-        merged: dict[str, dict[str, Any]] = {}
-        for others in gather_objects(self._world, single):
-            merged = others | merged  # of the first rank that has them
-        for name, values in merged.items():
-            state.setdefault(numbers[name], {}).update(values)
-        places = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        own = {self._model_name(piece): places[p] for piece, p in self._owners.own.items()}
-        group_of = dict(self.parameters)
-        for found in gather_objects(self._world, own):
-            group_of |= found  # a user's own optimizer has groups of its own
-        groups = [
-            {**group, "params": [numbers[name] for name, k in group_of.items() if k == index]}
-            for index, group in enumerate(optimizer.state_dict()["param_groups"])
-        ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
-
     def _optimizer_parts(
         self, optimizer: Optimizer
     ) -> tuple[dict[str, dict[WeightSlice, Tensor]], dict[str, dict[str, Any]]]:
@@ -216,9 +182,7 @@ class StateGatherer:
                     by_key.setdefault(key, {})[piece] = value
                 else:
                     _check_uncut(key, value, piece, self._shapes[piece.name])
-                    # On the host, because other ranks have other devices.
-                    kept = value.cpu() if isinstance(value, Tensor) else value
-                    single.setdefault(self._model_name(piece), {})[key] = kept
+                    single.setdefault(self._model_name(piece), {})[key] = value
         return by_key, single
 
     def rank_parts(self, optimizer: Optimizer, *, has_copies: bool = False) -> RankParts:
