@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from harness.errors import LaunchError
+from harness.runtime.ranks import cgroup
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.host import processor_seconds, read_settings
 from harness.runtime.ranks.interfaces import shaped_rates
@@ -127,6 +128,38 @@ _Times = namedtuple("_Times", "user system idle steal guest guest_nice")
 def test_guests_of_this_host_are_not_counted_twice(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_times", lambda: _Times(40.0, 5.0, 50.0, 5.0, 30.0, 2.0))
     assert processor_seconds() == (5.0, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota_s", "n_bytes", "n_kills"),
+    [
+        # Slurm limits the job, and counts in the task's group.
+        ("0::/job/task", {
+            "job/task/cpu.max": "max 100000", "job/cpu.max": "150000 100000", "cpu.max": "400000 1",
+            "job/task/memory.max": "max", "job/memory.max": "4096", "memory.max": "8192",
+            "job/task/memory.events": "oom 3\noom_kill 2", "job/memory.events": "oom_kill 9",
+        }, (0.15, 0.1), 4096, 2),
+        # A container of version 1, whose membership is the host's.
+        ("5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/", {
+            "cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": "4096", "memory/memory.oom_control": "oom_kill 1",
+        }, (0.05, 0.1), 4096, 1),
+        ("4:memory:/a\n1:cpu:/a", {
+            "cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000",
+        }, None, cgroup.UNLIMITED_BYTES, 0),
+    ],
+)  # fmt: skip
+def test_limits_of_the_groups_around_this_processs_hold_too(
+    membership, files, quota_s, n_bytes, n_kills, monkeypatch, tmp_path
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "membership").write_text(f"{membership}\n")
+    monkeypatch.setattr(cgroup, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroup, "_MEMBERSHIP", tmp_path / "membership")
+    assert cgroup.cpu_quota_s() == pytest.approx(quota_s)
+    assert (cgroup.cgroup_memory_bytes(), cgroup.n_oom_kills()) == (n_bytes, n_kills)
 
 
 class Gone(io.StringIO):
