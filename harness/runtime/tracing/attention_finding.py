@@ -24,12 +24,13 @@ from harness.runtime.capture.operators import draws_random
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, computed_bias, share_of
 from harness.runtime.tracing.attention_positions import find_positions
-from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, argument_of, function_name
+from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, function_name
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     LINEAR,
     PASSED,
     PRODUCTS,
+    SPLITS,
     DimRules,
     NotCuttableError,
     is_size,
@@ -94,10 +95,9 @@ class _HeadRules(DimRules):
         self.sections: dict[fx.Node, set[Interval]] = {}
         self._spans: dict[fx.Node, tuple[fx.Node, Interval]] = {}
 
-    def start(self, projection: fx.Node) -> None:
-        """Set the dim of a projection."""
-        self.dims[projection] = len(shape_of(projection)) - 1
+    def start(self, projection: fx.Node) -> int:
         self._spans[projection] = projection, (0, size_of(projection, -1))
+        return len(shape_of(projection)) - 1
 
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
         if source not in self._stacked or len(shape_of(node)) - place < 3:
@@ -108,11 +108,11 @@ class _HeadRules(DimRules):
         return place + 1
 
     def of_product(self, node: fx.Node) -> int:
-        return self.of_stacks(node.all_input_nodes)
+        return self.of_attention(node.all_input_nodes)
 
-    def of_stacks(self, factors: Sequence[fx.Node]) -> int:
+    def of_attention(self, operands: Sequence[fx.Node]) -> int:
         """Heads are among the first dims of stacks of matrices."""
-        places = {(len(shape_of(n)), self.dims.get(n)) for n in factors}
+        places = {(len(shape_of(n)), self.dims.get(n)) for n in operands}
         require(len(places) == 1)
         ((rank, position),) = places
         require(position is not None and position < rank - 2)
@@ -180,7 +180,7 @@ class _Region:
         outside = (u for n in self._order if n is not self._last for u in n.users)
         require(self._inside.issuperset(outside))
         self._heads = _HeadRules(self._projections if is_stacked else set())
-        self._extents: set[int] = set()
+        self._n_groups = 0
 
     # Finding
 
@@ -237,41 +237,19 @@ class _Region:
         Raises:
             NotCuttableError: an operator mixes heads, or they cannot be divided.
         """
-        heads = self._heads.dims
-        for node in self._order:
-            if node in self._projections:
-                self._heads.start(node)
-            elif node is self._last:
-                source = node.all_input_nodes[0]
-                require(heads[source] == len(shape_of(source)) - 1)
-                continue
-            elif node.target is ATTENTION:
-                heads[node] = self._of_attention()
-            else:
-                heads[node] = self._heads.follow(node)
-            if function_name(node.target) not in ("split", "split_with_sizes", "chunk"):
-                self._extents.add(size_of(node, heads[node]))
-        require(len(shape_of(self._last)) == 3 and self.n_groups > 1)
+        rules, source = self._heads, self._last.all_input_nodes[0]
+        rules.propagate(self._order[:-1], self._projections)
+        require(rules.dims[source] == len(shape_of(source)) - 1)
+        whole = {n: k for n, k in rules.dims.items() if function_name(n.target) not in SPLITS}
+        self._n_groups = math.gcd(*(size_of(node, dim) for node, dim in whole.items()))
+        require(len(shape_of(self._last)) == 3 and self._n_groups > 1)
         first = next(n for n in self._order if n in self._projections).all_input_nodes[0]
         sizes = {n for node in self._order for n in node.all_input_nodes if is_size(n)}
         require(all(share_of(size, first) is not None for size in sizes))
-        spans = itertools.chain(*self._heads.sections.values())
-        require(all(edge % self.n_groups == 0 for edge in itertools.chain(*spans)))
+        spans = itertools.chain(*rules.sections.values())
+        require(all(edge % self._n_groups == 0 for edge in itertools.chain(*spans)))
         for projection in self._projections:
-            self._heads.spans_of(projection)
-
-    @property
-    def n_groups(self) -> int:
-        return math.gcd(*self._extents)
-
-    def _of_attention(self) -> int:
-        queries: Any = self._attention.args[:3]
-        position = self._heads.of_stacks(queries)
-        mask = argument_of(self._attention, 3, "attn_mask")
-        if isinstance(mask, fx.Node):
-            rank = len(shape_of(self._attention))
-            self._heads.broadcast(self._attention, mask, rank - position)
-        return position
+            rules.spans_of(projection)
 
     # Joining
 
@@ -284,7 +262,7 @@ class _Region:
         )
         joined = JoinedGraph(self._module, self._order, spans, self._heads.slices, positions)
         draws = any(draws_random(node, self._module) for node in self._order)
-        region = joined.region(self._heads.numbers, self.n_groups, draws=draws)
+        region = joined.region(self._heads.numbers, self._n_groups, draws=draws)
         with self._module.graph.inserting_before(self._last):
             call = self._module.graph.call_function(region, (*joined.inputs, *joined.held))
         call.meta = {**self._last.meta}

@@ -249,6 +249,10 @@ class FoundPositions:
 class _RowRules(DimRules):
     """The dim of positions, which is never merged; of scores, that of the queries."""
 
+    def start(self, projection: fx.Node) -> int:
+        require(len(shape_of(projection)) == 3)
+        return 1
+
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
         require(shape_of(node)[place] == size_of(source, self.dims[source]))
         return place
@@ -267,12 +271,8 @@ class _RowRules(DimRules):
         require(name == "slice" and slice_bounds(node, size) == (0, size))
         return position
 
-    def of_attention(self, node: fx.Node) -> int:
-        """Of PyTorch's function."""
-        operands: Any = node.args[:3]
+    def of_attention(self, operands: Sequence[fx.Node]) -> int:
         require(all(self.dims.get(n) == 2 for n in operands))
-        for other in node.all_input_nodes:
-            self.broadcast(node, other, 2)
         return 2
 
 
@@ -314,15 +314,9 @@ def find_positions(
 
 def _propagated(order: Sequence[fx.Node], projections: Collection[fx.Node]) -> _RowRules:
     rules = _RowRules()
-    for node in order[:-1]:
-        if node in projections:
-            require(len(shape_of(node)) == 3)
-            rules.dims[node] = 1
-        elif node.target is ATTENTION:
-            rules.dims[node] = rules.of_attention(node)
-        else:
-            rules.dims[node] = rules.follow(node)
-        size_of(node, rules.dims[node])
+    rules.propagate(order[:-1], projections)
+    for node, dim in rules.dims.items():
+        size_of(node, dim)
     require(rules.dims[order[-1].all_input_nodes[0]] == 1)
     return rules
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from harness.domain.partition import Interval
 from harness.runtime.models.attention import AttentionForm
@@ -189,11 +190,7 @@ def _cut_rows(
     output, mask = nodes[found.output], None if found.mask is None else nodes[found.mask]
     operands = (nodes[name] for name in (found.query, found.key, found.value))
     with graph.inserting_before(output):
-        output.replace_all_uses_with(graph.call_function(_call, (mix, *operands, mask)))
+        output.replace_all_uses_with(graph.call_function(operator.call, (mix, *operands, mask)))
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-
-
-def _call(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    return function(*args)

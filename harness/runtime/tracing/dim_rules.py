@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _POINTWISE = (
 _REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "max": 1, "linalg_vector_norm": 2, "norm": 2}
 NORMS = ("layer_norm", "rms_norm")
 _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
-_SPLITS = ("split", "split_with_sizes", "chunk")
+SPLITS = ("split", "split_with_sizes", "chunk")
 PASSED = {
     *VIEWS, *_POINTWISE, *_REDUCTIONS, *NORMS, *_SAME_RANK, *MOVES, *PRODUCTS, "getitem",
 }  # fmt: skip
@@ -69,12 +70,20 @@ class DimRules:
         self.numbers: list[SizeAt] = []
         self.slices: dict[tuple[fx.Node, fx.Node], int] = {}
 
+    def start(self, projection: fx.Node) -> int:
+        """The position in the value of a projection."""
+        raise NotImplementedError
+
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
         """The position after a view that keeps what is before the dim, found at a place."""
         raise NotImplementedError
 
     def of_product(self, node: fx.Node) -> int:
         """The position in a product of matrices."""
+        raise NotImplementedError
+
+    def of_attention(self, operands: Sequence[fx.Node]) -> int:
+        """The position in PyTorch's function of queries, keys and values."""
         raise NotImplementedError
 
     def of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
@@ -85,13 +94,20 @@ class DimRules:
         """The position in a part along the dim, or in a repetition."""
         raise NotImplementedError
 
-    def follow(self, node: fx.Node) -> int:
-        """The position of the dim in a node's value, by its sources' positions.
+    def propagate(self, order: Sequence[fx.Node], projections: Collection[fx.Node]) -> None:
+        """Find the position in the values of operators.
 
         Raises:
-            NotCuttableError: the operator mixes what is along the dim, or is not known.
+            NotCuttableError: one mixes what is along the dim, or is not known.
         """
+        for node in order:
+            is_projection = node in projections
+            self.dims[node] = self.start(node) if is_projection else self._follow(node)
+
+    def _follow(self, node: fx.Node) -> int:
         name, source = operator_name(node), node.all_input_nodes[0]
+        if node.target is ATTENTION:
+            return self._of_attention(node)
         if name in VIEWS:
             return self._of_view(node, source)
         if name in PRODUCTS:
@@ -101,7 +117,7 @@ class DimRules:
         require(source in self.dims)
         position = self.dims[source]
         if name == "getitem":
-            is_division = function_name(source.target) in _SPLITS
+            is_division = function_name(source.target) in SPLITS
             require(is_division or operator_name(source) in ("unbind", "max"))
             return self.of_element(node, source, position) if is_division else position
         rank = len(shape_of(source))
@@ -125,6 +141,13 @@ class DimRules:
             return position
         return self._of_part(node, name, position, rank)
 
+    def _of_attention(self, node: fx.Node) -> int:
+        operands: Any = node.args[:3]
+        position = self.of_attention(operands)
+        for other in node.all_input_nodes:  # a mask
+            self._broadcast(node, other, len(shape_of(node)) - position)
+        return position
+
     def _of_view(self, node: fx.Node, source: fx.Node) -> int:
         require(source in self.dims)
         made, before = shape_of(node), volume(shape_of(source)[: self.dims[source]])
@@ -146,7 +169,7 @@ class DimRules:
         (offset,) = from_last
         require(function_name(node.target) == name or node.args[0] in self.dims)
         for other in tensors:
-            self.broadcast(node, other, offset)
+            self._broadcast(node, other, offset)
         rank = len(shape_of(node))
         dims: Any = node.args[1] if name in ("cat", "gather") and len(node.args) > 1 else ()
         dims = [dims] if isinstance(dims, int) else dims
@@ -160,7 +183,7 @@ class DimRules:
         require(all(natural(dim, rank) != rank - offset for dim in dims))
         return rank - offset
 
-    def broadcast(self, node: fx.Node, other: fx.Node, from_last: int) -> None:
+    def _broadcast(self, node: fx.Node, other: fx.Node, from_last: int) -> None:
         """Slice the dim of a value from elsewhere, if it has it."""
         shape = shape_of(other)
         if other in self.dims or len(shape) < from_last or shape[-from_last] == 1:
