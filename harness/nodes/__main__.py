@@ -129,14 +129,6 @@ def _survey_hosts(arguments: argparse.Namespace, checks: Sequence[str]) -> Surve
             progress.clear()
 
 
-def _look(stream_is_terminal: bool) -> Look:
-    wants_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    return Look(
-        width=shutil.get_terminal_size().columns if stream_is_terminal else None,
-        is_coloured=stream_is_terminal and wants_colour,
-    )
-
-
 def _run(arguments: argparse.Namespace) -> int:
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.monotonic()
@@ -147,7 +139,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(to_json(found, findings, started_utc=started_utc, duration_s=duration_s))
     else:
-        print(render(found, findings, checks, _look(sys.stdout.isatty())), end="")
+        is_terminal = sys.stdout.isatty()
+        wants_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        look = Look(
+            width=shutil.get_terminal_size().columns if is_terminal else None,
+            is_coloured=is_terminal and wants_colour,
+        )
+        print(render(found, findings, checks, look), end="")
         print(f"Checked {len(found.reports)} hosts of {arguments.hostfile} in {duration_s:.1f} s.")
     return int(worst(finding.status for finding in findings))
 

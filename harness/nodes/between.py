@@ -222,17 +222,16 @@ async def _gather_outputs(
     return found, errors
 
 
-def choose_run_interfaces(hosts: Sequence[Facts]) -> list[Facts]:
+def choose_run_interfaces(hosts: Mapping[str, Facts]) -> dict[str, Facts]:
     """Add to each host the interface and address that a run over all these hosts would use."""
-    hostnames = [facts.hostname for facts in hosts]
-    interfaces = [_addresses(facts) for facts in hosts]
-    chosen = [choose_interface(rank, hostnames, interfaces) for rank in range(len(hosts))]
-    return [
-        replace(facts, run_interface=nic.name, run_address=nic.address)
-        if nic and not nic.is_loopback
-        else facts
-        for facts, nic in zip(hosts, chosen, strict=True)
-    ]
+    hostnames = [facts.hostname for facts in hosts.values()]
+    interfaces = [_addresses(facts) for facts in hosts.values()]
+    found = dict(hosts)
+    for rank, (host, facts) in enumerate(hosts.items()):
+        nic = choose_interface(rank, hostnames, interfaces)
+        if nic and not nic.is_loopback:
+            found[host] = replace(facts, run_interface=nic.name, run_address=nic.address)
+    return found
 
 
 def _addresses(facts: Facts) -> list[Interface]:
@@ -256,9 +255,8 @@ Healthy = tuple[Session, Facts]
 Progress = Callable[[str], None]
 
 
-def _with_run_interfaces(hosts: Sequence[Healthy]) -> list[Healthy]:
-    chosen = choose_run_interfaces([facts for _, facts in hosts])
-    return [(session, facts) for (session, _), facts in zip(hosts, chosen, strict=True)]
+def _facts_by_host(hosts: Sequence[Healthy]) -> dict[str, Facts]:
+    return choose_run_interfaces({session.host: facts for session, facts in hosts})
 
 
 class Talk:
@@ -287,14 +285,14 @@ class Talk:
         """
         await self._connect(hosts)
         self._start_ranks(hosts)
-        await self._say_hello(_with_run_interfaces(hosts))
+        await self._say_hello(_facts_by_host(hosts))
 
     async def finish(self, hosts: Sequence[Healthy]) -> None:
         """Reduce over all these hosts; repeat TCP and MPI if some were not in `begin`."""
         self._start_ranks(hosts)
-        await self._reduce(_with_run_interfaces(hosts))
+        await self._reduce(_facts_by_host(hosts))
         await self._connect(hosts)
-        await self._say_hello(_with_run_interfaces(hosts))
+        await self._say_hello(_facts_by_host(hosts))
 
     async def _connect(self, hosts: Sequence[Healthy]) -> None:
         sessions = [session for session, _ in hosts]
@@ -314,20 +312,16 @@ class Talk:
         limit_s = round(self._order.timeout_s + 3 * self._launch_timeout_s)
         for session, facts in hosts:
             if session.host not in self._starting and facts.has_package("torch"):
-                turn = self._turn_of(session.host, facts)
+                machine, n_cores = facts.boot_id or session.host, facts.n_cores or 1
+                turn = self._turns.setdefault(machine, asyncio.Semaphore(n_cores))
                 self._starting[session.host] = asyncio.create_task(
                     get_ready(session, turn, python=self._python, limit_s=limit_s)
                 )
 
-    def _turn_of(self, host: str, facts: Facts) -> asyncio.Semaphore:
-        """A semaphore per machine, which admits as many hosts at once as it has cores."""
-        machine = facts.boot_id or host
-        return self._turns.setdefault(machine, asyncio.Semaphore(facts.n_cores or 1))
-
-    async def _say_hello(self, hosts: Sequence[Healthy]) -> None:
+    async def _say_hello(self, facts: Mapping[str, Facts]) -> None:
         """Run the hello over all hosts with MPI, unless it has already run over the same ones."""
         mpirun = find_mpirun(self._order.env_dir) if MPI in self._checks else None
-        able = {s.host: f for s, f in hosts if f.mpi and f.has_package("mpi4py")}
+        able = {host: f for host, f in facts.items() if f.mpi and f.has_package("mpi4py")}
         is_done = self.hello is not None and set(able) == set(self.hello.hosts)
         if mpirun is None or not able or is_done:
             return
@@ -340,8 +334,7 @@ class Talk:
             shared=self._order.shared,
         )
 
-    async def _reduce(self, hosts: Sequence[Healthy]) -> None:
-        facts = {session.host: facts for session, facts in hosts}
+    async def _reduce(self, facts: Mapping[str, Facts]) -> None:
         starting = {host: self._starting[host] for host in facts if host in self._starting}
         if starting:
             self._progress(f"all-reduce over {len(starting)} hosts")

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from harness.nodes.ssh import remote_text
 
 _HELLO = "@harness:hello "
 _N_SINGLE_AT_ONCE = 8
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,9 @@ async def run_hello(
 async def _run(command: Sequence[str], hosts: tuple[str, ...], timeout_s: float) -> Hello:
     loop = asyncio.get_running_loop()
     start_s = loop.time()
+    env = _AS_ROOT if os.geteuid() == 0 else {}
     # mpirun's own time limit comes first, because mpirun then cleans up its ranks.
-    done = await processes.run(command, timeout_s=timeout_s + 5, env=_root_consent(), grace_s=2.0)
+    done = await processes.run(command, timeout_s=timeout_s + 5, env=env, grace_s=2.0)
     duration_s = loop.time() - start_s
     names = parse_hello(done.stdout)
     if done.returncode == 0 and names:
@@ -143,13 +144,6 @@ async def _find_culprits(
 
     errors = await asyncio.gather(*(run_single(host) for host in hosts))
     return {host: error for host, error in zip(hosts, errors, strict=True) if error}
-
-
-def _root_consent() -> dict[str, str]:
-    """Variables that let Open MPI run as root, if this process does."""
-    if sys.platform == "win32" or os.geteuid() != 0:
-        return {}
-    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def parse_hello(text: str) -> tuple[str, ...]:

@@ -44,10 +44,6 @@ class Child:
             self._process.stdin.write(data)
             await self._process.stdin.drain()
 
-    def close_stdin(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
     async def read_line(self) -> str:
         """The next line of output without its end; raises EOFError after the last."""
         assert self._process.stdout is not None
@@ -60,8 +56,10 @@ class Child:
         return line.decode(errors="replace").rstrip("\r\n")
 
     async def read_rest(self) -> None:
-        """Read `output` until it ends, up to a limit."""
+        """Give it no more input, and read `output` until it ends, up to a limit."""
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.close()
         while chunk := await self._process.stdout.read(65536):
             if len(self._output) < _MAX_BYTES:
                 self._output += chunk
@@ -145,7 +143,6 @@ async def run(
 ) -> Completed:
     """Run a command without input until it ends or `timeout_s` is over."""
     async with start(command, env=env, grace_s=grace_s) as child:
-        child.close_stdin()
         returncode: int | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

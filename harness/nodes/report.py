@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.domain.hostfile import numbered_runs
@@ -47,27 +49,21 @@ def render(survey: Survey, findings: Sequence[Finding], checks: Sequence[str], l
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _cells(findings: Iterable[Finding]) -> dict[tuple[str, str], Status]:
-    """The worst status of each host and check."""
-    statuses: dict[tuple[str, str], list[Status]] = {}
-    for finding in findings:
-        statuses.setdefault((finding.host, finding.check), []).append(finding.status)
-    return {place: worst(found) for place, found in statuses.items()}
-
-
 def _render_table(
     survey: Survey, findings: Sequence[Finding], checks: Sequence[str], look: Look
 ) -> str:
-    cells = _cells(findings)
+    statuses: defaultdict[tuple[str, str], list[Status]] = defaultdict(list)
+    for finding in findings:
+        statuses[finding.host, finding.check].append(finding.status)
+    cells = {place: worst(found) for place, found in statuses.items()}
     hosts = [report.name for report in survey.reports]
     margin = max(len(name) for name in ("host", *hosts))
     widths = {
         check: max(len(check), *(len(cells[host, check].name) for host in hosts))
         for check in checks
     }
-    blocks = _split_columns(checks, widths, None if look.width is None else look.width - margin)
     texts = []
-    for block in blocks:
+    for block in _split_columns(checks, widths, (look.width or sys.maxsize) - margin):
         header = "  ".join(check.ljust(widths[check]) for check in block)
         rows = ["host".ljust(margin) + "  " + header]
         for host in hosts:
@@ -80,14 +76,12 @@ def _render_table(
     return "\n\n".join(texts)
 
 
-def _split_columns(
-    checks: Sequence[str], widths: dict[str, int], room: int | None
-) -> list[list[str]]:
+def _split_columns(checks: Sequence[str], widths: dict[str, int], room: int) -> list[list[str]]:
     """Split the columns into blocks that fit the terminal's width."""
     blocks: list[list[str]] = [[]]
     used = 0
     for check in checks:
-        if room is not None and blocks[-1] and used + widths[check] + 2 > room:
+        if blocks[-1] and used + widths[check] + 2 > room:
             blocks.append([])
             used = 0
         blocks[-1].append(check)

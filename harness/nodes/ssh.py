@@ -237,12 +237,8 @@ def remote_text(name: str) -> str:
     return (resources.files("harness.nodes") / name).read_text()
 
 
+# Escape sequences: colours, terminal titles.
 _ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|\\][^\x07]{0,256}\x07|[@-Z_])")
-
-
-def plain(line: str) -> str:
-    """A line without escape sequences (colours, terminal titles)."""
-    return _ESCAPE.sub("", line).strip()
 
 
 class Session:
@@ -261,7 +257,7 @@ class Session:
 
     async def wait_until_ready(self) -> None:
         """Skip the login's output; raises EOFError if the login ends first."""
-        while (line := plain(await self.child.read_line())) != READY:
+        while (line := _ESCAPE.sub("", await self.child.read_line()).strip()) != READY:
             self.greeting = line or self.greeting
 
     async def start(self, program: str, *, pythons: list[str], limit_s: int) -> Agent:

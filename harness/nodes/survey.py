@@ -90,23 +90,16 @@ async def survey(
         await talk.finish(healthy)
         reports = await inspection.reports()
     taken = {session.host for session, _ in healthy}
+    facts = choose_run_interfaces({r.name: r.facts for r in reports if r.is_in})
     return Survey(
         order=order,
-        reports=_with_run_interfaces(reports),
+        reports=tuple(replace(r, facts=facts.get(r.name, r.facts)) for r in reports),
         late=tuple(r.name for r in reports if r.is_in and r.name not in taken),
         pairs=talk.pairs,
         hello=talk.hello,
         reduction=talk.reduction,
         has_mpirun=find_mpirun(order.env_dir) is not None,
     )
-
-
-def _with_run_interfaces(reports: Sequence[HostReport]) -> tuple[HostReport, ...]:
-    """Add the interfaces that a run over the hosts that answered would use."""
-    answered = [report for report in reports if report.is_in]
-    chosen = choose_run_interfaces([report.facts for report in answered])
-    by_name = {r.name: replace(r, facts=f) for r, f in zip(answered, chosen, strict=True)}
-    return tuple(by_name.get(report.name, report) for report in reports)
 
 
 class _Inspection:

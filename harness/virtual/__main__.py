@@ -127,7 +127,10 @@ def _status(place: State, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:
-        _print_table([_cells(row) for row in rows])
+        cells = [_cells(row) for row in rows]
+        widths = {key: max(len(key), *(len(row[key]) for row in cells)) for key in cells[0]}
+        for line in [{key: key for key in widths}, *cells]:
+            print("  ".join(line[key].ljust(width) for key, width in widths.items()).rstrip())
     return 0 if all(row["condition"] == "up" for row in rows) else 1
 
 
@@ -146,12 +149,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "out of memory": str(row["n_oom_kills"]),
         "condition": row["condition"],
     }
-
-
-def _print_table(rows: list[dict[str, str]]) -> None:
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for line in [{key: key for key in widths}, *rows]:
-        print("  ".join(line[key].ljust(width) for key, width in widths.items()).rstrip())
 
 
 def _execute(place: State, arguments: argparse.Namespace) -> int:

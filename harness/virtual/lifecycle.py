@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -49,7 +49,7 @@ def _build(place: State, saved: Saved) -> None:
     place.directory.mkdir(mode=0o700)
     state.save(place, saved)
     for one in saved.plan.nodes:
-        limits.create(place.name, one)
+        limits.set_limits(place.name, one)
     node.write_files(place, saved)
     _connect(place, saved)
     # Never removed, because an sshd that systemd starts at a login may need it.
@@ -58,7 +58,11 @@ def _build(place: State, saved: Saved) -> None:
         node.boot(place, one.name)
     for one in saved.plan.nodes:
         node.wait_until_ready(place, one.name)
-    _write_hosts(place, saved)
+    saved.hostfile.parent.mkdir(parents=True, exist_ok=True)
+    slots = "".join(f"{one.name} slots=1\n" for one in saved.plan.nodes)
+    state.replace_file(saved.hostfile, slots)
+    described = json.dumps(describe(place, saved), indent=1) + "\n"
+    state.replace_file(saved.hostfile.with_suffix(".json"), described)
 
 
 def _connect(place: State, saved: Saved) -> None:
@@ -96,14 +100,6 @@ def describe(place: State, saved: Saved) -> dict[str, object]:
             {**asdict(one), "namespace": str(place.namespace(one.name))} for one in saved.plan.nodes
         ],
     }
-
-
-def _write_hosts(place: State, saved: Saved) -> None:
-    saved.hostfile.parent.mkdir(parents=True, exist_ok=True)
-    slots = "".join(f"{one.name} slots=1\n" for one in saved.plan.nodes)
-    state.replace_file(saved.hostfile, slots)
-    described = json.dumps(describe(place, saved), indent=1) + "\n"
-    state.replace_file(saved.hostfile.with_suffix(".json"), described)
 
 
 def _members(place: State) -> set[int]:
@@ -182,10 +178,12 @@ def inject(place: State, name: str, kind: Kind) -> None:
     match kind:
         case "off":
             _end(place, name)
-            network.set_link(place.namespace(SWITCH), _index(place, name), up=False)
+            _set_link(place, name, up=False)
         case "wrong-key":
             _end(place, name)
-            _exchange_key(place, name)
+            for key in _key_pair(place, name):
+                shutil.copy2(key, _backup(place, name, key))
+            node.make_key(node.host_key_file(place, name), name)
             _start(place, name)
         case "hang":
             # The kernel still accepts connections for a stopped process.
@@ -193,7 +191,7 @@ def inject(place: State, name: str, kind: Kind) -> None:
             assert pid is not None, "just healed"
             os.kill(pid, signal.SIGSTOP)
         case "cut":
-            network.set_link(place.namespace(SWITCH), _index(place, name), up=False)
+            _set_link(place, name, up=False)
         case "freeze":
             _signal(place, name, signal.SIGSTOP)
         case "slow":
@@ -203,8 +201,9 @@ def inject(place: State, name: str, kind: Kind) -> None:
     _fault_file(place, name).write_text(kind)
 
 
-def _index(place: State, name: str) -> int:
-    return [one.name for one in state.load(place).plan.nodes].index(name)
+def _set_link(place: State, name: str, *, up: bool) -> None:
+    index = [one.name for one in state.load(place).plan.nodes].index(name)
+    network.set_link(place.namespace(SWITCH), index, up=up)
 
 
 def _set_share(place: State, name: str, share: float) -> None:
@@ -214,7 +213,7 @@ def _set_share(place: State, name: str, share: float) -> None:
         raise ConfigError(
             f"{name} has no CPU quota of which it could get a part: build the cluster with --cpu"
         )
-    limits.change_cpu(place.name, node_plan, node_plan.cpu * share)
+    limits.set_limits(place.name, replace(node_plan, cpu=node_plan.cpu * share))
 
 
 def _end(place: State, name: str) -> None:
@@ -235,12 +234,6 @@ def _backup(place: State, name: str, key: Path) -> Path:
     return place.node(name) / f"right-{key.name}"
 
 
-def _exchange_key(place: State, name: str) -> None:
-    for key in _key_pair(place, name):
-        shutil.copy2(key, _backup(place, name, key))
-    node.make_key(node.host_key_file(place, name), name)
-
-
 def _signal(place: State, name: str, number: signal.Signals) -> None:
     """Send a signal to all processes of a node, including those started during this call."""
     found: set[int] = set()
@@ -256,7 +249,7 @@ def _heal(place: State, name: str) -> None:
         case "up":
             return
         case "cut":
-            network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+            _set_link(place, name, up=True)
         case "freeze":
             _signal(place, name, signal.SIGCONT)
         case "slow":
@@ -266,6 +259,6 @@ def _heal(place: State, name: str) -> None:
             for key in _key_pair(place, name):
                 if (backup := _backup(place, name, key)).exists():
                     backup.replace(key)
-            network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+            _set_link(place, name, up=True)
             _start(place, name)
     _fault_file(place, name).unlink(missing_ok=True)

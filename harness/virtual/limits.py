@@ -4,7 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import EnvironmentSetupError
@@ -23,7 +23,6 @@ REMOVE_TIMEOUT_S = 5.0
 class Controller:
     """The cgroup hierarchy of one kind of limit (`cpu` or `memory`)."""
 
-    kind: str
     root: Path
     version: int
 
@@ -33,22 +32,14 @@ def find_controllers(mounts: str) -> dict[str, Controller]:
     found: dict[str, Controller] = {}
     for line in mounts.splitlines():
         _, place, kind, options, *_ = line.split()
+        file, names = Path(place) / "cgroup.controllers", list[str]()
         if kind == "cgroup":
-            names, version = options.split(","), 1
-        elif kind == "cgroup2":
-            names, version = _v2_names(Path(place)), 2
-        else:
-            continue
+            names = options.split(",")
+        elif kind == "cgroup2" and file.exists():
+            names = file.read_text().split()
         for name in {"cpu", "memory"}.intersection(names):
-            found.setdefault(name, Controller(name, Path(place), version))
+            found.setdefault(name, Controller(Path(place), 1 if kind == "cgroup" else 2))
     return found
-
-
-def _v2_names(root: Path) -> list[str]:
-    try:
-        return (root / "cgroup.controllers").read_text().split()
-    except OSError:
-        return []
 
 
 def cpu_quota_us(cpu: float) -> tuple[int, int]:
@@ -96,18 +87,12 @@ def _write(path: Path, value: str) -> None:
         ) from None
 
 
-def _enable_v2(controller: Controller) -> None:
-    control = controller.root / "cgroup.subtree_control"
-    if control.exists() and controller.kind not in control.read_text().split():
-        _write(control, f"+{controller.kind}")
-
-
 def _controllers() -> dict[str, Controller]:
     return find_controllers(Path("/proc/mounts").read_text())
 
 
-def create(cluster: str, node: NodePlan) -> None:
-    """Make the node's cgroups with their limits.
+def set_limits(cluster: str, node: NodePlan) -> None:
+    """Make the node's cgroups with their limits, or change those while its processes run.
 
     Raises:
         EnvironmentSetupError: a wanted controller is missing or cannot be written.
@@ -119,25 +104,13 @@ def create(cluster: str, node: NodePlan) -> None:
             raise EnvironmentSetupError(
                 f"this machine has no {kind} cgroup controller: leave --{kind} away"
             )
-        if controller.version == 2:
-            _enable_v2(controller)
+        control = controller.root / "cgroup.subtree_control"  # of version 2
+        if control.exists() and kind not in control.read_text().split():
+            _write(control, f"+{kind}")
         group = controller.root / group_name(cluster, node.name)
         group.mkdir(exist_ok=True)
         for name, value in settings(controller.version, node)[kind]:
             _write(group / name, value)
-
-
-def change_cpu(cluster: str, node: NodePlan, cpu: float) -> None:
-    """Change the CPU quota of a node while its processes run.
-
-    Raises:
-        EnvironmentSetupError: the quota cannot be written.
-    """
-    controller = _controllers()["cpu"]
-    group = controller.root / group_name(cluster, node.name)
-    wanted = settings(controller.version, replace(node, cpu=cpu))["cpu"]
-    for name, value in wanted:
-        _write(group / name, value)
 
 
 def _groups(cluster: str, node: str) -> Iterator[Path]:
@@ -159,10 +132,7 @@ def join(files: Iterable[Path]) -> None:
 
 def members(cluster: str) -> set[int]:
     """The pids in all cgroups of a cluster."""
-    pids: set[int] = set()
-    for path in join_files(cluster, "*"):
-        pids.update(int(pid) for pid in path.read_text().split())
-    return pids
+    return {int(pid) for path in join_files(cluster, "*") for pid in path.read_text().split()}
 
 
 def remove(cluster: str) -> None:

@@ -5,14 +5,14 @@
     node2 [eth0 tbf]----[tbf port2]/
 
 A link is a veth pair, or two taps joined by the relay if it has latency and the kernel has no
-netem. Each end shapes its own traffic, so both directions are limited. The functions `*_commands`
-only return lines for `ip -batch` and `tc -batch`.
+netem. Each end shapes its own traffic, so both directions are limited.
 """
 
 from pathlib import Path
 
+from harness.errors import EnvironmentSetupError
 from harness.virtual.plan import ClusterPlan, NodePlan
-from harness.virtual.system import in_network, run, succeeds
+from harness.virtual.system import in_network, run
 
 NODE_INTERFACE = "eth0"
 SWITCH = "switch0"
@@ -56,27 +56,6 @@ def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str
     return lines
 
 
-def port_commands(index: int) -> list[str]:
-    """The `ip` lines that connect a node's port to the switch."""
-    port = port_name(index)
-    return [
-        f"link set {port} addrgenmode none",
-        f"link set {port} master {SWITCH}",
-        f"link set {port} up",
-    ]
-
-
-def node_commands(subnet_index: int, index: int, node: NodePlan) -> list[str]:
-    """The `ip` lines that give a node its address, for its namespace."""
-    return [
-        "link set lo up",
-        f"link set {NODE_INTERFACE} addrgenmode none",
-        f"link set {NODE_INTERFACE} address {mac_address(subnet_index, index)}",
-        f"addr add {node.address}/24 dev {NODE_INTERFACE}",
-        f"link set {NODE_INTERFACE} up",
-    ]
-
-
 def batch(tool: str, namespace: Path, lines: list[str]) -> None:
     """Run `ip` or `tc` lines in a network namespace.
 
@@ -90,8 +69,12 @@ def batch(tool: str, namespace: Path, lines: list[str]) -> None:
 def has_netem(namespace: Path) -> bool:
     """Whether this kernel has netem, by a trial on the namespace's idle loopback."""
     tc = [*in_network(namespace), "tc", "qdisc"]
-    made = succeeds([*tc, "add", "dev", "lo", "root", "netem", "delay", "1us"])
-    return made and succeeds([*tc, "del", "dev", "lo", "root"])
+    try:
+        run([*tc, "add", "dev", "lo", "root", "netem", "delay", "1us"])
+        run([*tc, "del", "dev", "lo", "root"])
+    except EnvironmentSetupError:
+        return False
+    return True
 
 
 def build_switch(namespace: Path) -> None:
@@ -118,17 +101,23 @@ def build_pairs(switch: Path, node_namespaces: dict[int, Path]) -> None:
 
 def configure(plan: ClusterPlan, switch: Path, node_namespaces: list[Path], *, netem: bool) -> None:
     """Set addresses and rates of all links, whose interfaces must exist."""
-    ports = range(len(plan.nodes))
-    batch("ip", switch, [line for i in ports for line in port_commands(i)])
-    shaping = [
-        line
-        for i, node in enumerate(plan.nodes)
-        for line in shaping_commands(port_name(i), node, netem=netem)
-    ]
-    batch("tc", switch, shaping)
+    ports: list[str] = []
+    shaping: list[str] = []
     for index, (node, path) in enumerate(zip(plan.nodes, node_namespaces, strict=True)):
-        batch("ip", path, node_commands(plan.subnet_index, index, node))
-        batch("tc", path, shaping_commands(NODE_INTERFACE, node, netem=netem))
+        port, own = port_name(index), NODE_INTERFACE
+        ports += [f"link set {port} {word}" for word in ("addrgenmode none", f"master {SWITCH} up")]
+        shaping += shaping_commands(port, node, netem=netem)
+        address = [
+            "link set lo up",
+            f"link set {own} addrgenmode none",
+            f"link set {own} address {mac_address(plan.subnet_index, index)}",
+            f"addr add {node.address}/24 dev {own}",
+            f"link set {own} up",
+        ]
+        batch("ip", path, address)
+        batch("tc", path, shaping_commands(own, node, netem=netem))
+    batch("ip", switch, ports)
+    batch("tc", switch, shaping)
 
 
 def set_link(switch: Path, index: int, *, up: bool) -> None:

@@ -148,22 +148,18 @@ def boot(state: State, name: str) -> None:
     state.pid_file(name).write_text(system.describe(child.pid))
 
 
-def listens(proc_net_tcp: str, port: int) -> bool:
-    """Whether /proc/PID/net/tcp shows a socket that accepts connections on a port."""
-    for line in proc_net_tcp.splitlines()[1:]:
-        _, local, _, status, *_ = line.split()
-        if status == _LISTENING and int(local.rpartition(":")[2], 16) == port:
-            return True
-    return False
-
-
 def _listens_in(namespace: Path, pid: int) -> bool:
     """Whether the process has entered the namespace (port 22 is not the machine's) and listens."""
     try:
         entered = os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), namespace.stat())
-        return entered and listens(Path(f"/proc/{pid}/net/tcp").read_text(), SSH_PORT)
+        sockets = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     except OSError:
         return False  # it has ended, which the caller sees by its pid
+    states = ((local, status) for _, local, _, status, *_ in map(str.split, sockets))
+    return entered and any(
+        status == _LISTENING and int(local.rpartition(":")[2], 16) == SSH_PORT
+        for local, status in states
+    )
 
 
 def wait_until_ready(state: State, name: str) -> None:

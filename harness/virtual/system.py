@@ -43,15 +43,6 @@ def run(argv: Sequence[str], *, stdin: str = "") -> str:
     return done.stdout
 
 
-def succeeds(argv: Sequence[str]) -> bool:
-    """Whether a tool runs and ends with 0."""
-    try:
-        run(argv)
-    except EnvironmentSetupError:
-        return False
-    return True
-
-
 def in_network(namespace: Path) -> list[str]:
     """A prefix that runs a command line in a network namespace."""
     return ["nsenter", f"--net={namespace}", "--"]

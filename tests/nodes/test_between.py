@@ -20,24 +20,17 @@ def _host(index, *, fast="10.1.0"):
     )
 
 
-def _taken(hosts):
-    found = []
-    for facts in choose_run_interfaces(hosts):
-        found.append((facts.cluster_interface.name, facts.cluster_address))
-    return found
-
-
 def test_the_fastest_network_that_all_share_is_looked_at_as_runs_take_it():
-    hosts = [_host(1), _host(2)]
-    assert _taken(hosts) == [("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")]
-    settled = choose_run_interfaces(hosts)
-    assert common_network({facts.hostname: facts for facts in settled}) == "10.1.0.0/24"
+    settled = choose_run_interfaces({"a": _host(1), "b": _host(2)})
+    taken = [(facts.cluster_interface.name, facts.cluster_address) for facts in settled.values()]
+    assert taken == [("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")]
+    assert common_network(settled) == "10.1.0.0/24"
 
 
 def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts):
     cluster = hosts(2)
-    settled = choose_run_interfaces([report.facts for report in cluster.reports])
-    assert settled[1].run_interface == "eth0"
+    settled = choose_run_interfaces({r.name: r.facts for r in cluster.reports})
+    assert settled["n1"].run_interface == "eth0"
     cluster.facts(1, run_interface="eth0", run_address="10.0.0.2", routes=())
     assert cluster.judge("nic", 1)[0].status is Status.CRITICAL
 
@@ -50,5 +43,5 @@ def test_an_interface_without_a_carrier_is_not_taken():
 @harness:addresses
 2: eth0    inet 10.0.0.2/24 scope global eth0
 """
-    (settled, _) = choose_run_interfaces([parse_facts(text), _host(1)])
-    assert settled.run_interface == ""
+    settled = choose_run_interfaces({"a": parse_facts(text), "b": _host(1)})
+    assert settled["a"].run_interface == ""

@@ -79,7 +79,7 @@ def test_names_that_would_need_quoting_are_refused(name):
 def test_version_2_serves_what_it_controls(tmp_path):
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io pids")
     mounts = f"cgroup2 {tmp_path} cgroup2 rw,nosuid 0 0\n"
-    assert find_controllers(mounts) == {"cpu": Controller("cpu", tmp_path, 2)}
+    assert find_controllers(mounts) == {"cpu": Controller(tmp_path, 2)}
 
 
 @pytest.mark.parametrize(
