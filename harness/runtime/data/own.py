@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
-from harness.runtime.faithfulness.state import RandomSources, seed_all
+from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 

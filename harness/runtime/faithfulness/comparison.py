@@ -24,6 +24,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision, repeatable
+from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.run.forward import evaluating
@@ -50,11 +51,9 @@ from harness.runtime.faithfulness.outcomes import (
     widened,
 )
 from harness.runtime.faithfulness.state import (
-    RandomSources,
     counted_on,
     counters,
     preserved,
-    seed_all,
     writes_copies,
 )
 from harness.runtime.models.own_loss import BatchLossTask

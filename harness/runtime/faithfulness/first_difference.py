@@ -25,10 +25,10 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.operators import UNDEFINED
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.random_sources import seed_all
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of
-from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import function_name
 from harness.runtime.tracing.patches import has_gradient_hooks

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES, has_gradients
+from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.faithfulness.state import RandomSources, seed_all
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -7,10 +7,7 @@ that choose another computation in a later step.
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-import pickle
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +15,11 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from harness.runtime.devices.precision import has_gradients
+from harness.runtime.devices.random_sources import RandomSources
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.models.closures import Closure
 
@@ -31,39 +28,6 @@ _CONTAINERS = (dict, list, OrderedDict, defaultdict)  # others may have an acces
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _FEW = 16
 _RESTORED = (dict, list, set)
-
-
-def seed_all(seed: int) -> None:
-    """Seed every source of random numbers that a model may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-class RandomSources:
-    """A snapshot of the states of torch's, Python's and numpy's random generators."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-
-    def restore(self) -> None:
-        """Reset the generators to the snapshot."""
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def digests(self) -> dict[str, str]:
-        """A digest of the state, by source."""
-        states = {
-            "torch": [self._torch.tolist(), [state.tolist() for state in self._cuda]],
-            "Python's random": self._python,
-            "numpy.random": [str(part) for part in self._numpy],
-        }
-        return {k: hashlib.sha256(pickle.dumps(v)).hexdigest() for k, v in states.items()}
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -124,7 +124,6 @@ class ReadBuffer(OpaqueFunction):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"read_{name.replace('.', '_')}")
-        self.name = name
 
     def __call__(self, buffer: Tensor) -> Tensor:
         return buffer.clone()
@@ -135,7 +134,6 @@ class WriteBuffer(OpaqueFunction):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"write_{name.replace('.', '_')}")
-        self.name = name
 
     def __call__(self, buffer: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():

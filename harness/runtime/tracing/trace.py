@@ -11,12 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -24,6 +22,7 @@ from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import forgotten_stand_ins, meta_copy
 from harness.runtime.capture.operators import draws_random
 from harness.runtime.capture.sample_dims import values_at
+from harness.runtime.devices.random_sources import RandomSources
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.models.task import choose_logits, named_outputs
@@ -183,24 +182,16 @@ def no_random_draws() -> Iterator[None]:
     Raises:
         ConstructError: a number was drawn by PyTorch, NumPy or Python.
     """
-    before = _states()
+    before = RandomSources().digests()
     yield
-    drawn = [name for name, state in _states().items() if state != before[name]]
+    now = RandomSources().digests()
+    drawn = [name for name in before if now[name] != before[name]]
     if drawn:
         raise ConstructError(
             f"forward draws random numbers ({drawn[0]}) that decide what is computed, such as "
             "which layers run, or whose shape does not depend on the input: a graph would keep one "
             "draw; draw by functions of the input (torch.rand_like, F.dropout)"
         )
-
-
-def _states() -> dict[str, object]:
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "random": random.getstate(),
-        "numpy": (np.asarray(keys).tobytes(), position),
-    }
 
 
 _log = logging.getLogger(__name__)

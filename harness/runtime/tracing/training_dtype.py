@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -150,7 +150,7 @@ def follow_training_dtype(module: fx.GraphModule, narrow: fx.GraphModule) -> Non
     Args:
         narrow: the export under autocast.
     """
-    _follow(_pairs(module.graph, narrow.graph) or [])
+    _follow(_pairs(module.graph, narrow.graph))
     module.recompile()
 
 
@@ -179,29 +179,25 @@ def follow_dtype_reads(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> 
     module.recompile()
 
 
-class _Twins(NamedTuple):
-    """A node and the same under autocast; or a cast that only autocast has, and the node before
-    which it belongs."""
-
-    node: fx.Node
-    narrow: fx.Node
-    is_inserted: bool
+# A node and the same under autocast; or the node before which a cast belongs that only autocast
+# has, that cast, and true.
+_Twins = tuple[fx.Node, fx.Node, bool]
 
 
-def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Twins] | None:
-    """All pairs, in order; None if the graphs differ in more than casts."""
+def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Twins]:
+    """All pairs, in order; none if the graphs differ in more than casts."""
     pairs: list[_Twins] = []
     nodes = deque(graph.nodes)
     for other in narrow.nodes:
         if not nodes:
-            return None
+            return []
         is_equal = _form(nodes[0]) == _form(other)
         if not is_equal and not _is_cast(other, torch.float32, _NARROW):
-            return None
-        pairs.append(_Twins(nodes[0], other, not is_equal))
+            return []
+        pairs.append((nodes[0], other, not is_equal))
         if is_equal:
             nodes.popleft()
-    return None if nodes else pairs
+    return [] if nodes else pairs
 
 
 def _is_cast(node: fx.Node, *dtypes: torch.dtype) -> bool:

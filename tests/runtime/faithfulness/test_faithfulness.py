@@ -23,8 +23,8 @@ from zoo.states import AttributeCounted, BufferAdded, OwnNorm, PythonLayerDrop
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
+from harness.runtime.devices.random_sources import seed_all
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.faithfulness.state import seed_all
 
 
 def task_of(model, dtype=torch.float64):

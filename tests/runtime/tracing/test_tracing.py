@@ -317,8 +317,9 @@ def fixed_noise(x, layer):
 @pytest.mark.parametrize(
     ("draw", "by", "is_exported"),
     [
-        (by_torch, "torch", False), (by_python, "random", False), (by_numpy, "numpy", False),
-        (fixed_noise, "torch", False), (by_python, "random", True),
+        (by_torch, "torch", False), (by_python, "Python's random", False),
+        (by_numpy, "numpy.random", False), (fixed_noise, "torch", False),
+        (by_python, "Python's random", True),
     ],
 )  # fmt: skip
 def test_layers_left_out_at_random_are_refused(draw, by, is_exported):

@@ -32,11 +32,11 @@ from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import plan
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.random_sources import seed_all
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 from zoo import ZOO
