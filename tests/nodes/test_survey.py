@@ -178,7 +178,7 @@ def reduce_over(names, python, timeout_s):
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 
     async def reduce(sessions):
-        turn = asyncio.Semaphore(1)  # three hosts of one machine
+        turn = asyncio.Semaphore(1)  # hosts of one machine
         starting = {
             session.host: get_ready(session, turn, python=python, limit_s=120)
             for session in sessions
@@ -198,8 +198,8 @@ def test_a_slow_host_joins_those_that_were_quick(fake_ssh, capsys, tmp_path):
 
 def test_the_sum_over_real_ranks_is_right(fake_ssh):
     pytest.importorskip("torch")
-    reduction = reduce_over(["a", "b", "c"], sys.executable, 60)
-    assert (reduction.hosts, reduction.backend) == (("a", "b", "c"), "gloo")
+    reduction = reduce_over(["a", "b"], sys.executable, 60)
+    assert (reduction.hosts, reduction.backend) == (("a", "b"), "gloo")
     assert (reduction.errors, reduction.left_out) == ({}, {})
     assert reduction.duration_s is not None
 

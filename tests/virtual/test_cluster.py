@@ -46,20 +46,14 @@ def test_every_node_has_its_own_host_name_and_address(cluster):
     assert len(set(seen)) == 3
 
 
-def test_mpirun_reaches_all_nodes_with_no_flags_but_the_hostfile(cluster):
-    done = cluster(
-        "run", "--", "mpirun", "-np", "3", "--hostfile", str(cluster.hostfile), "hostname"
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == [f"{cluster.name}-node{i}" for i in range(3)]
-
-
-def test_mpirun_reaches_hosts_whose_logins_do_not_know_the_environment(cluster, tmp_path):
-    """As on real machines, where a login by ssh has the system's PATH."""
+@pytest.mark.parametrize("knows_environment", [True, False])
+def test_mpirun_reaches_all_nodes_whatever_path_a_login_has(cluster, tmp_path, knows_environment):
+    """On real machines, a login by ssh has the system's PATH."""
     script = '#!/bin/sh\nhost=$1; shift\nexec ssh "$host" "export PATH=/usr/bin:/bin; $*"\n'
     login = write_program(tmp_path / "login", script)
-    words = ["mpirun", "--mca", "plm_rsh_agent", str(login), "-np", "3"]
-    done = cluster("run", "--", *words, "--hostfile", str(cluster.hostfile), "hostname")
+    flags = [] if knows_environment else ["--mca", "plm_rsh_agent", str(login)]
+    words = ["mpirun", *flags, "-np", "3", "--hostfile", str(cluster.hostfile), "hostname"]
+    done = cluster("run", "--", *words)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == [f"{cluster.name}-node{i}" for i in range(3)]
 
@@ -186,39 +180,35 @@ def test_latency_is_four_links_in_a_round_trip(new_cluster):
     assert 0.020 <= min(durations_s[1:]) < 0.030
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("off", "No route to host|timed out"),
-        ("wrong-key", "HOST IDENTIFICATION HAS CHANGED"),
-        ("hang", "timed out"),
-        ("cut", "No route to host|timed out"),
-        ("freeze", "timed out"),
-    ],
-)
-def test_faults_look_as_they_do_on_real_nodes_and_heal(cluster, kind, message):
-    target = f"{cluster.name}-node1"
+# By kind: what ssh says, and the states of a process while the fault lasts and afterwards.
+FAULTS = {
+    "off": ("No route to host|timed out", "Z", "Z"),
+    "wrong-key": ("HOST IDENTIFICATION HAS CHANGED", "Z", "Z"),
+    "hang": ("timed out", "S", "Z"),
+    "cut": ("No route to host|timed out", "S", "S"),
+    "freeze": ("timed out", "T", "S"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_look_as_they_do_on_real_nodes_and_heal(cluster, kind):
+    target, (message, *states) = f"{cluster.name}-node1", FAULTS[kind]
     login = ["ssh", "-o", "ConnectTimeout=2", target, "hostname"]
-    assert cluster("fault", "1", "--kind", kind).returncode == 0
-    assert _condition(cluster, 1) == kind
-    broken = cluster.on(0, *login)
-    assert broken.returncode == 255
-    assert re.search(message, broken.stderr)
-    assert cluster("fault", "1", "--kind", "heal").returncode == 0
-    assert _condition(cluster, 1) == "up"
-    assert cluster.on(0, *login).stdout.strip() == target
-
-
-@pytest.mark.parametrize("kind", ["cut", "freeze"])
-def test_processes_outlive_a_cut_link_and_a_freeze(cluster, kind):
     sleeper = subprocess.Popen(cluster.argv("exec", "1", "--", "sleep", "100"))
+    stat, found = Path(f"/proc/{sleeper.pid}/stat"), []
     try:
         _wait_for(sleeper.pid, "sleep")
-        cluster("fault", "1", "--kind", kind)
-        state = Path(f"/proc/{sleeper.pid}/stat").read_text().split()[2]
-        assert state == ("T" if kind == "freeze" else "S")
-        cluster("fault", "1", "--kind", "heal")
-        assert Path(f"/proc/{sleeper.pid}/stat").read_text().split()[2] == "S"
+        assert cluster("fault", "1", "--kind", kind).returncode == 0
+        assert _condition(cluster, 1) == kind
+        found.append(stat.read_text().split()[2])
+        broken = cluster.on(0, *login)
+        assert broken.returncode == 255
+        assert re.search(message, broken.stderr)
+        assert cluster("fault", "1", "--kind", "heal").returncode == 0
+        found.append(stat.read_text().split()[2])
+        assert _condition(cluster, 1) == "up"
+        assert cluster.on(0, *login).stdout.strip() == target
+        assert found == states
     finally:
         sleeper.kill()
         sleeper.wait()
