@@ -233,7 +233,8 @@ class _Builder:
         inputs = [tensors_within(self._measured[n].value)[0] for n in sources]
         kind, attrs, product = self._described(node)
         is_opaque_node = is_opaque(node, self._modules)
-        is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
+        is_known_node = not is_opaque_node and is_known(kind, str(attrs["function"]))
+        is_unknown = not is_opaque_node and not is_known_node
         is_named = is_unknown and "autocast" not in attrs and bool(sources)  # not a made tensor
         parameters = parameters_of(node, self._module)
         for given in node.all_input_nodes:
@@ -242,7 +243,10 @@ class _Builder:
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": attrs["function"]}, None
         signature = _signature(kind, attrs, inputs, value)
-        mixes = product.mixes_samples if product else self._mixing.mixes(node, kind)
+        if product is None:
+            mixes = self._mixing.mixes(node, kind, is_known=is_known_node)
+        else:
+            mixes = product.mixes_samples
         mixes = mixes or self._mixing.is_uneven(node)
         if node.meta.get(WRITES) or mixes:
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
@@ -251,7 +255,7 @@ class _Builder:
         if not is_cut_by_samples(kind, function, made, read):
             attrs["is_cut_by_samples"] = False
         is_random = draws_random(node, self._module) and not is_dropout(node, self._module)
-        if is_opaque_node or is_unknown or is_hooked or is_random:
+        if not is_known_node or is_hooked or is_random:
             attrs["is_repeatable"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)

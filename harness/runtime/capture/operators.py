@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ _KINDS = {
     "flatten": "flatten",
 }
 _ATEN = {function_name(function): kind for function, kind in _FUNCTIONS.items()}
+# Their functions are known by name.
+_PACKAGES = ("torch", "torchvision", "harness")
 
 
 def is_known(kind: str, name: str) -> bool:
@@ -271,6 +274,8 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     if node.target is operator.getitem:
         return "other", {"function": "getitem"}
     name = function_name(node.target)
+    if _is_users(node.target):
+        return "other", {"function": f"{node.target.__module__}.{name}"}
     if node.target is transposed_linear:
         return _transposed_linear(node)
     if isinstance(node.target, AttentionRegion):
@@ -283,6 +288,12 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
         return "add" if n_tensors > 1 else "elementwise", {"function": name}
     by_name = _KINDS.get(name) or _ATEN.get(name.removesuffix("_"), "other")
     return _FUNCTIONS.get(node.target, by_name), {"function": name}
+
+
+def _is_users(target: Any) -> bool:
+    """Whether a function is a user's, such as one of torch.fx.wrap, which may have any name."""
+    is_function = isinstance(target, FunctionType)
+    return is_function and target.__module__.partition(".")[0] not in _PACKAGES
 
 
 # Functions whose result is uninitialized memory.
@@ -318,7 +329,7 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return isinstance(module, nn.Dropout | nn.Dropout2d) and _module_draws(module)
-    if isinstance(node.target, CustomFunction):
+    if isinstance(node.target, CustomFunction) or _is_users(node.target):
         return False  # user code may have any name
     return function_name(node.target) == "dropout" and draws_random(node, root)
 

@@ -24,7 +24,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of
-from harness.runtime.capture.operators import UNDEFINED, draws_random, is_known, is_opaque
+from harness.runtime.capture.operators import UNDEFINED, draws_random, is_opaque
 from harness.runtime.capture.sample_dims import (
     Values,
     batch_sizes,
@@ -86,26 +86,27 @@ class SampleMixing:
         shapes = ([[t.shape for t in tensors_within(v)] for v in found] for found in values)
         return any(is_uneven(found, self._batches) for found in shapes)
 
-    def mixes(self, node: fx.Node, kind: str) -> bool:
+    def mixes(self, node: fx.Node, kind: str, *, is_known: bool) -> bool:
         """Whether a sample's result, or a running statistic, depends on other samples or on the
-        batch size."""
+        batch size.
+
+        Args:
+            is_known: whether it keeps samples apart if it cannot be run.
+        """
         if self._keeps_statistics(node) or self._counts_rows(node):
             return True
         is_opaque_node = is_opaque(node, self._modules)
         mixing = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
-        if mixing is _Mixing.UNKNOWN:
-            return is_opaque_node or not is_known(kind, function_name(node.target))
-        return mixing is _Mixing.MIXES
+        return mixing is _Mixing.MIXES or (mixing is _Mixing.UNKNOWN and not is_known)
 
     def _classify(self, node: fx.Node, kind: str) -> _Mixing:
-        if not self._values or self._is_known_sample_wise(node, kind):
-            return _Mixing.SAMPLE_WISE
         given = self._arguments(node)
+        if not self._values or self._is_known_sample_wise(node, kind, given):
+            return _Mixing.SAMPLE_WISE
         if any(len(one.dims) > 1 for one in given):
             return _Mixing.MIXES
-        is_fixed = not any(one.dims or self._varies(one.node) for one in given)
-        is_undefined = function_name(node.target) in UNDEFINED
-        if is_fixed or is_undefined or draws_random(node, self._module):
+        is_fixed = not any(one.is_of_batch for one in given)
+        if is_fixed or function_name(node.target) in UNDEFINED or draws_random(node, self._module):
             return _Mixing.SAMPLE_WISE
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         operator = f"{node.target}" if module is None else f"{type(module)} {module}"
@@ -135,7 +136,8 @@ class SampleMixing:
     def _test(
         self, node: fx.Node, given: Sequence[_Argument], n_weights: int = 0, is_strict: bool = False
     ) -> _Mixing:
-        is_large = n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS
+        drawn = (tensor for one in given for tensor in tensors_within(one.values[:1]))
+        is_large = n_weights + sum(tensor.numel() for tensor in drawn) > _MOST_ELEMENTS
         if is_large and is_strict:
             return _Mixing.UNKNOWN
         kept = {s for w in parameters_of(node, self._module).values() for s in w.shape}
@@ -151,24 +153,23 @@ class SampleMixing:
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
             return _Mixing.UNKNOWN
 
-    def _is_known_sample_wise(self, node: fx.Node, kind: str) -> bool:
+    def _is_known_sample_wise(self, node: fx.Node, kind: str, given: Sequence[_Argument]) -> bool:
         """Whether an operator's kind implies that it is sample-wise, or the executor handles its
         mixing (batch normalization)."""
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         if kind == "batch_norm" or isinstance(module, _BatchNorm) or node.target is placed:
             return True
-        sources = node.all_input_nodes
         if kind in _POINTWISE:
-            return not any(map(self._varies, sources))
-        first = self._arguments(node)[0] if sources else None
-        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and first is not None:
-            is_batch_dim = first.dims == (0 if module.batch_first else 1,)
-            return is_batch_dim and first.values[0].dim() == 3
-        if type(module) is GroupedAttention:  # a test of 4 x 2048 tokens takes 40 s
-            return all(one.dims == (0,) for one in self._arguments(node))
-        if first is None or first.dims != (0,):
+            return all(one.is_tensor or not one.is_of_batch for one in given)
+        if not given or not given[0].dims:
             return False
-        n_dims = first.values[0].dim()
+        n_dims, dims = given[0].values[0].dim(), [one.dims for one in given if one.is_of_batch]
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            return given[0].dims == (0 if module.batch_first else 1,) and n_dims == 3
+        if dims != [(0,)] and (kind != "attention" or {*dims} != {(0,)}):
+            return False  # such as a table, keys or a shape to normalize of all samples
+        if type(module) is GroupedAttention:  # a test of 4 x 2048 tokens takes 40 s
+            return True
         return (kind in _ROW_WISE and n_dims > 1) or (kind in _BATCHED and n_dims == 4)
 
     def _keeps_statistics(self, node: fx.Node) -> bool:
@@ -202,11 +203,6 @@ class SampleMixing:
         given = {} if named is None or module is not None else named.kwargs
         return bool(given.get("scale_grad_by_freq")) or given.get("max_norm") is not None
 
-    def _varies(self, node: fx.Node) -> bool:
-        """Whether a node's value is no tensor and changes with the batch size."""
-        values = [each.get(node) for each in self._values]
-        return not tensors_within(values) and any(value != values[0] for value in values)
-
     def _arguments(self, node: fx.Node) -> list[_Argument]:
         sources = node.all_input_nodes
         return [_Argument(n, [each.get(n) for each in self._values]) for n in sources]
@@ -224,13 +220,16 @@ class _Argument:
         return bool(self.values) and isinstance(self.values[0], Tensor)
 
     @property
+    def is_of_batch(self) -> bool:
+        """Whether its size or, if it has no tensors, its value changes with the batch size."""
+        if tensors_within(self.values):
+            return bool(self.dims)
+        return any(value != self.values[0] for value in self.values)
+
+    @property
     def dims(self) -> tuple[int, ...]:
         """Dims whose size changes with the batch size."""
         return changing_dims([x.shape for x in self.values]) if self.is_tensor else ()
-
-    @property
-    def n_elements(self) -> int:
-        return self.values[0].numel() if self.is_tensor else 0
 
     def draw(self, limit: int, smaller: Mapping[int, int]) -> Any:
         """Random values for the whole batch, also for weights: the result must not depend on

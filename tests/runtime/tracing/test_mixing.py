@@ -121,6 +121,25 @@ def test_lookups_by_a_function_whose_rows_depend_on_the_batch_are_marked():
     assert mixing(lambda x: x + look_up(x, padding_idx=0).sum(1)) == []
 
 
+def attend_to_samples(x):
+    keys = x.view(1, 1, -1, WIDTH)
+    return F.scaled_dot_product_attention(x.view(-1, 1, 1, WIDTH), keys, keys).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (attend_to_samples, ["scaled_dot_product_attention"]),
+        (lambda x: x + F.embedding((x > 0).long()[:, :2], x).sum(1), ["embedding"]),
+        (lambda x: x + F.embedding_bag((x > 0).long(), x), ["embedding_bag"]),
+        (lambda x: F.layer_norm(x, x.shape), ["layer_norm"]),
+        (lambda x: F.layer_norm(x, x.shape[1:]), []),
+    ],
+)
+def test_known_kinds_mix_the_samples_of_their_other_arguments(function, found):
+    assert mixing(function) == found
+
+
 APART = {
     "softmax of features": lambda x: torch.softmax(x, dim=-1),
     "flip of features": lambda x: x.flip(1),

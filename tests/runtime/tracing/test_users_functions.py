@@ -4,7 +4,7 @@ import pytest
 import torch
 from made_graphs import replicated_pipeline
 from nets import by_closure, function, graph_of, hooked, task_on
-from torch import nn
+from torch import fx, nn
 
 from harness.domain.strategy import check_microbatches
 from harness.errors import StrategyError
@@ -65,6 +65,27 @@ def test_a_function_of_a_users_is_what_it_does_whatever_its_name(name):
         ("x", "first", "last", "loss")
     )  # fmt: skip
     assert operator.kind == "other"
+    assert operator.attrs["is_repeatable"] is False
+
+
+@fx.wrap
+def clip(x):
+    return x / x.norm()
+
+
+@fx.wrap
+def linear(x):
+    return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("middle", "name", "is_mixing"),
+    [(lambda net, x: clip(x), "clip", True), (lambda net, x: linear(x), "linear", False)],
+)
+def test_a_wrapped_function_of_a_users_is_what_it_does_whatever_its_name(middle, name, is_mixing):
+    (operator,) = (op for op in graph_of(middle).operators if op.name == name)
+    assert (operator.kind, operator.attrs["function"]) == ("other", f"{__name__}.{name}")
+    assert operator.attrs.get("mixes_samples", False) == is_mixing
     assert operator.attrs["is_repeatable"] is False
 
 
