@@ -185,6 +185,7 @@ TEXT = LabelKind(
 _PRODUCT = {"m": SIZE, "n": SIZE, "k": SIZE, "dtype": TEXT}
 _SUMMA = _PRODUCT | {"scaling": TEXT}
 _PAIR = {"source": RANK, "target": RANK, "transport": TEXT}
+_CHANGE = {"change": _whole_number(0, MAX_SIZE)}  # its number among the run's
 _AMOUNTS = ("_s", "_bytes", "_flops")
 _SIGNED = ("clock_offset_s", "link_transfer_s")  # a difference of times
 _ROUNDING = 1e-6  # rounding error of amounts that are differences: they may be this far below 0
@@ -203,9 +204,13 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
     "collective_s": {"operation": TEXT, "transport": TEXT, "n_bytes": N_BYTES},
     "link_latency_s": _PAIR,
     "link_transfer_s": _PAIR | {"n_bytes": N_BYTES},
-    "change_s": {"before": TEXT, "after": TEXT, "why": TEXT},
-    "change_bytes": {"source": RANK, "target": RANK},
-    "change_predicted_bytes": {"source": RANK, "target": RANK},
+    "change_s": _CHANGE | {"before": TEXT, "after": TEXT, "why": TEXT},
+    "change_bytes": _CHANGE | {"source": RANK, "target": RANK},
+    "change_predicted_bytes": _CHANGE | {"source": RANK, "target": RANK},
+    **dict.fromkeys(
+        ("change_predicted_s", "change_build_s", "change_step_predicted_s", "cache_received_bytes"),
+        _CHANGE,
+    ),
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

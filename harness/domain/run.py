@@ -17,7 +17,8 @@ from harness.errors import ResultsError
 from harness.inputs import MOST_NUMBER, shorten
 
 SCHEMA = "harness-run"
-SCHEMA_VERSION = 2  # spans have fields for stage, microbatch, pass, operator and peer
+SCHEMA_VERSION = 3  # samples of a change of strategy have its number
+UNNUMBERED_CHANGES = 2  # which is read but for runs that may change their strategy
 
 Status = Literal["running", "ok", "oom", "timeout", "crash", "interrupted", "skipped", "invalid"]
 STATUS_WORDS = {

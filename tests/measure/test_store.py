@@ -112,10 +112,19 @@ def test_a_reason_controls_no_terminal(tmp_path):
 
 def test_an_unknown_version_is_refused_with_both_versions(tmp_path):
     run_dir = write_run(tmp_path)
-    text = (run_dir / "run.json").read_text().replace('"version": 2\n}', '"version": 99\n}')
+    text = (run_dir / "run.json").read_text().replace('"version": 3\n}', '"version": 99\n}')
     (run_dir / "run.json").write_text(text)
-    with pytest.raises(ResultsError, match=r"version 99.*version 2: run it again"):
+    with pytest.raises(ResultsError, match=r"version 99.*version 3, .* run it again"):
         read_header(run_dir)
+
+
+def test_only_a_run_of_unnumbered_changes_is_refused(tmp_path):
+    kept = msgspec.structs.replace(HEADER, config={"freeze": "none"}, version=2)
+    write_header(tmp_path, kept)
+    assert read_header(tmp_path) == kept
+    write_header(tmp_path, msgspec.structs.replace(kept, config={"drift": True}))
+    with pytest.raises(ResultsError, match=r"version 2, this harness reads .* run it again"):
+        read_header(tmp_path)
 
 
 def test_appending_after_a_crash_keeps_what_was_there(tmp_path):

@@ -1,10 +1,10 @@
 """The changes of strategy of a training run, predicted and measured."""
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from harness.domain.record import Record, Sample
+from harness.domain.record import Label, Record, Sample
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import change_times, step_times
 from harness.measure.rank_records import Records
@@ -64,88 +64,54 @@ def as_planned(run: Run) -> Run:
 
 
 def change_rows(run: Run) -> tuple[ChangeRow, ...]:
-    """The changes of a run, by step; empty if its strategy stayed."""
-    changes, times = _changes(run.ranks.get(0, [])), step_times(run)
-    steps = [change[0].step or 0 for change in changes]
-    cached_bytes = _cached_bytes(run)
-    bounds = [0, *steps, max(times, default=0) + 1]
-    found = []
-    for number, (still, *samples) in enumerate(changes):
-        step, nth = steps[number], steps[:number].count(steps[number])
-        found.append(
+    """The changes of a run, in order; empty if its strategy stayed."""
+    records, times = Records.of(run.ranks.get(0, [])), step_times(run)
+    changes = sorted(records.samples.get("change_s", []), key=_change_of)
+    steps = [still.step or 0 for still in changes]
+    before, after = [0, *steps], [*steps[1:], max(times, default=0) + 1]
+    rows = []
+    for at, (still, step) in enumerate(zip(changes, steps, strict=True)):
+        of_change = partial(_labelled, records, change=_change_of(still))
+        rows.append(
             ChangeRow(
                 step=step,
                 before=str(still.labels["before"]),
                 after=str(still.labels["after"]),
                 why=str(still.labels["why"]),
                 still_s=still.value,
-                predicted_still_s=_number(samples, "change_predicted_s"),
-                build_s=_number(samples, "change_build_s"),
-                moved_bytes=_pairs(samples, "change_bytes"),
-                predicted_bytes=_pairs(samples, "change_predicted_bytes"),
-                cached_bytes=cached_bytes.get((step, nth), 0),
-                step_before_s=_median(times, bounds[number], step),
-                step_after_s=_median(times, step, bounds[number + 2]),
-                predicted_before_s=_number(samples, "change_step_predicted_s", side="before"),
-                predicted_after_s=_number(samples, "change_step_predicted_s", side="after"),
+                predicted_still_s=_value(of_change("change_predicted_s")),
+                build_s=_value(of_change("change_build_s")),
+                moved_bytes=_by_pair(of_change("change_bytes")),
+                predicted_bytes=_by_pair(of_change("change_predicted_bytes")),
+                cached_bytes=sum(
+                    round(sample.value)
+                    for rank in run.ranks.values()
+                    for sample in _labelled(rank, "cache_received_bytes", change=_change_of(still))
+                ),
+                step_before_s=_median(times, before[at], step),
+                step_after_s=_median(times, step, after[at]),
+                predicted_before_s=_value(of_change("change_step_predicted_s", side="before")),
+                predicted_after_s=_value(of_change("change_step_predicted_s", side="after")),
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
-def _changes(records: Iterable[Record]) -> list[list[Sample]]:
-    """The samples of each change, by step. The first is `change_s`; the others follow it in the
-    file, because several changes may be of one step."""
-    by_step: dict[int | None, list[list[Sample]]] = defaultdict(list)
-    for sample in records:
-        if not isinstance(sample, Sample) or not sample.metric.startswith("change_"):
-            continue
-        if sample.metric == "change_s":
-            by_step[sample.step].append([sample])
-        elif sample.step in by_step:
-            by_step[sample.step][-1].append(sample)
-    steps = sorted(by_step, key=lambda step: step or 0)
-    return [change for step in steps for change in by_step[step]]
+def _change_of(sample: Sample) -> int:
+    return int(sample.labels["change"])
 
 
-def _number(samples: Iterable[Sample], metric: str, **labels: str) -> float | None:
-    values = (
-        sample.value
-        for sample in samples
-        if sample.metric == metric and labels.items() <= sample.labels.items()
-    )
-    return next(values, None)
+def _labelled(records: Iterable[Record], metric: str, **labels: Label) -> list[Sample]:
+    """Samples of a metric with these labels."""
+    return [s for s in samples_of(records, metric) if labels.items() <= s.labels.items()]
 
 
-def _pairs(samples: Iterable[Sample], metric: str) -> dict[tuple[int, int], int]:
-    return {
-        (int(s.labels["source"]), int(s.labels["target"])): round(s.value)
-        for s in samples
-        if s.metric == metric
-    }
+def _value(samples: Iterable[Sample]) -> float | None:
+    return next((sample.value for sample in samples), None)
 
 
-def _cached_bytes(run: Run) -> dict[tuple[int, int], int]:
-    """Bytes of activations that all ranks received, by step and number of the change at it.
-
-    Every rank has a sample of the changes that fill the cache. On rank 0 it is before `change_s`,
-    which tells the number.
-    """
-    numbers: dict[int | None, list[int]] = defaultdict(list)
-    n_changes = Counter[int | None]()
-    for sample in run.ranks.get(0, []):
-        if isinstance(sample, Sample) and sample.metric == "change_s":
-            n_changes[sample.step] += 1
-        elif isinstance(sample, Sample) and sample.metric == "cache_received_bytes":
-            numbers[sample.step].append(n_changes[sample.step])
-    found = Counter[tuple[int, int]]()
-    for records in run.ranks.values():
-        at = {step: iter(of_step) for step, of_step in numbers.items()}
-        for sample in samples_of(records, "cache_received_bytes"):
-            number = next(at.get(sample.step, iter(())), None)
-            if number is not None and sample.step is not None:
-                found[sample.step, number] += round(sample.value)
-    return found
+def _by_pair(samples: Iterable[Sample]) -> dict[tuple[int, int], int]:
+    return {(int(s.labels["source"]), int(s.labels["target"])): round(s.value) for s in samples}
 
 
 def _median(times: dict[int, float], start: int, stop: int) -> float | None:

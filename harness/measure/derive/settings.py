@@ -141,14 +141,18 @@ def file_name(path: PurePath) -> str:
     return path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
 
 
+def changing_flags(config: Mapping[str, Any]) -> list[str]:
+    """The flags that are set by which a run may change its strategy."""
+    return [name for name in CHANGING if config.get(name) and config[name] not in ("none", "off")]
+
+
 def _elastic_name(run: Headed) -> str:
     """The reasons for which a run may change its strategy: `-freeze-shrink-replicate-cache`."""
     suffix = ""
-    for flag in CHANGING:
-        value = run.header.config.get(flag)
-        if value and value not in ("none", "off"):
-            is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)
-            suffix += f"-{flag}" if is_usual else f"-{flag}-{configured(run, flag)}"
+    for flag in changing_flags(run.header.config):
+        value = run.header.config[flag]
+        is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)
+        suffix += f"-{flag}" if is_usual else f"-{flag}-{configured(run, flag)}"
     return suffix
 
 

@@ -132,12 +132,12 @@ class TrainingCache:
                     _log.warning("--cache %s: %s", self._case.cache, error)
         return build(0, None)
 
-    def fill(self, engine: ExecutorEngine, training: Training, step: int) -> None:
+    def fill(self, engine: ExecutorEngine, training: Training, sample: Callable[..., None]) -> None:
         """Bring cached outputs to the ranks that read them next; training stands still.
 
         Args:
             training: by the current engine.
-            step: the first by the next engine.
+            sample: records a sample of the change.
         """
         rest, world = engine.prefix.rest, self._context.world
         if rest is None:
@@ -151,11 +151,16 @@ class TrainingCache:
         flags = gather_numbers(float(engine.is_cache_read), world)
         readers = [rank for rank, flag in enumerate(flags) if flag]
         self._activations.exchange(survey, readers, world)
-        sample = self._context.recorder.sample
-        sample("cache_computed", len(missing), step=step)
-        sample("cache_received_bytes", survey.received_bytes(readers, world.rank), step=step)
+        sample("cache_computed", len(missing))
+        sample("cache_received_bytes", survey.received_bytes(readers, world.rank))
 
-    def take_over(self, engine: ExecutorEngine, elastic: ElasticExecutor, step: int) -> None:
+    def take_over(
+        self,
+        engine: ExecutorEngine,
+        elastic: ElasticExecutor,
+        step: int,
+        sample: Callable[..., None],
+    ) -> None:
         """Go on with an engine from a step on; frees outputs that it does not need."""
         prefix, n_frozen = engine.prefix, engine.prefix.n_frozen
         self.n_skipped = prefix.n_skipped
@@ -168,7 +173,7 @@ class TrainingCache:
             kept |= set(elastic.values_at(n_frozen))
         self._activations.keep_only(kept)
         for place, n_bytes in zip(("memory", "disk"), self._activations.n_bytes, strict=True):
-            self._context.recorder.sample("cache_bytes", n_bytes, step=step, place=place)
+            sample("cache_bytes", n_bytes, place=place)
 
     def data_for(self, engine: ExecutorEngine) -> Any:
         """The data set that an engine reads."""

@@ -36,7 +36,7 @@ from harness.units import format_bytes, format_duration
 from harness.workloads.train.cache import Start, TrainingCache
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.keeper import first_strategy
-from harness.workloads.train.next_plan import NextPlanner, PairBytes
+from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
 from harness.workloads.train.policy import LEAD_STEPS, Current, Due, PolicyInputs
@@ -77,6 +77,7 @@ class StrategyChanges:
         self._building: Future[_Built] | None = None
         self._next: Due | None = None
         self._waiting: dict[int, Due] = {}  # by policy
+        self._n_begun = 0
 
     def _start(self, planned: Planned) -> Planned:
         """The plan with which training began, on all ranks."""
@@ -189,11 +190,13 @@ class StrategyChanges:
         predicted = elastic.predict_bytes(engine)
         start, start_s = recorder.clock.mark(), time.perf_counter()
         recorder.step = None
+        sample: Callable[..., None] = partial(recorder.sample, step=step, change=self._n_begun)
+        self._n_begun += 1  # also if it fails
         if self._cache is not None:
-            self._cache.fill(engine, training, step)
+            self._cache.fill(engine, training, sample)
         cost = elastic.change(engine)
         if self._cache is not None:
-            self._cache.take_over(engine, elastic, step)
+            self._cache.take_over(engine, elastic, step, sample)
             training = replace(training, data=self._cache.data_for(engine))
         planned = due.planned or self._current.planned
         first = step + self._case.warm_up
@@ -208,30 +211,25 @@ class StrategyChanges:
         recorder.step = None
         recorder.add_marks("change", start, recorder.clock.mark(), name=f"{before} to {after}")
         if world.is_first:
-            sample: Callable[..., None] = partial(recorder.sample, step=step)
             sample("change_s", still_s, before=before, after=after, why=due.why)
             sample("change_build_s", build_s)
             for side, step_s in steps_s.items():
                 sample("change_step_predicted_s", step_s, side=side)
             path = self._context.run_dir / f"strategy-{step}.json"
             write_atomically(path, planned.strategy.to_json())
-            transfer_s = self._record_bytes(step, cost.pair_bytes, predicted)
+            transfer_s = self._planner.predict_change_s(predicted)
+            sample("change_predicted_s", transfer_s)
+            for metric, pairs in (
+                ("change_bytes", cost.pair_bytes), ("change_predicted_bytes", predicted),
+            ):  # fmt: skip
+                for (source, target), n in sorted(pairs.items()):
+                    sample(metric, n, source=source, target=target)
             self._current.still_s = max(0.0, still_s - transfer_s)
         n_bytes = sum(cost.pair_bytes.values())
         return training, (
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
             f"still for {format_duration(still_s)}, {format_bytes(n_bytes)} moved"
         )
-
-    def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> float:
-        """Record the bytes of a change; returns the predicted seconds of their transfer."""
-        sample = partial(self._context.recorder.sample, step=step)
-        transfer_s = self._planner.predict_change_s(predicted)
-        sample("change_predicted_s", transfer_s)
-        for metric, pairs in (("change_bytes", moved), ("change_predicted_bytes", predicted)):
-            for (source, target), n in sorted(pairs.items()):
-                sample(metric, n, source=source, target=target)
-        return transfer_s
 
     def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:
         """The simulated step before and after a change, on rank 0."""

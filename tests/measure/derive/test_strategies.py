@@ -280,7 +280,10 @@ def test_a_run_that_changes_to_a_strategy_of_one_rank_has_no_straggler():
     assert not any(rank.is_straggler for rank in training_summary(run).ranks)
 
 
-_CHANGE = {"before": "pipeline", "after": "pipeline, 1 layer frozen", "why": "--freeze schedule"}
+_CHANGE = {
+    "change": 0, "before": "pipeline", "after": "pipeline, 1 layer frozen",
+    "why": "--freeze schedule",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "dp=1,pp=2"])

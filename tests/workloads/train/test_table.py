@@ -86,7 +86,7 @@ def test_a_strategy_alone_has_its_row():
 
 def test_the_bubble_is_that_of_the_first_strategy():
     run = make_run("pipeline", 0)
-    names = {"before": "pipeline", "after": "other", "why": "by hand"}
+    names = {"change": 0, "before": "pipeline", "after": "other", "why": "by hand"}
     run.ranks[0].append(Sample(metric="change_s", value=1.0, step=4, labels=names))
     for rank, records in run.ranks.items():  # whose backward is another's afterwards
         run.ranks[rank] = [
