@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.measure.statistics import Summary
+
 Scaling = Literal["strong", "weak"]
 
 TOLERANCE = 0.01
@@ -22,7 +24,7 @@ class ScalingPoint:
     Attributes:
         series: name of the comparison; only points of one series are compared.
         work: total samples or FLOPs.
-        low_s, high_s: interval of `time_s`.
+        time: seconds.
         is_baseline: one device, which is the first point of every series of its `family`.
         family: name shared by series with the same baseline.
     """
@@ -31,9 +33,7 @@ class ScalingPoint:
     series: str
     n_devices: int
     work: float
-    time_s: float
-    low_s: float
-    high_s: float
+    time: Summary
     is_baseline: bool = False
 
 
@@ -44,14 +44,31 @@ class EfficiencyRow:
     scaling: Scaling
     point: ScalingPoint
     baseline: ScalingPoint
-    efficiency: float
-    low: float
-    high: float
+
+    @property
+    def efficiency(self) -> float:
+        return self._ratio(self.baseline.time.median, self.point.time.median)
+
+    @property
+    def low(self) -> float:
+        return self._ratio(self.baseline.time.low, self.point.time.high)
+
+    @property
+    def high(self) -> float:
+        return self._ratio(self.baseline.time.high, self.point.time.low)
 
     @property
     def speedup(self) -> float:
         """Rate over the baseline's rate."""
-        return (self.point.work / self.point.time_s) / (self.baseline.work / self.baseline.time_s)
+        point, base = self.point, self.baseline
+        return (point.work / point.time.median) / (base.work / base.time.median)
+
+    def _ratio(self, base_s: float, point_s: float) -> float:
+        """Rate per device over the baseline's."""
+        if self.point is self.baseline:  # 100 % by definition; its spread is in the other intervals
+            return 1.0
+        point, base = self.point, self.baseline
+        return (point.work / point.n_devices) / (base.work / base.n_devices) * base_s / point_s
 
 
 def _work(point: ScalingPoint, scaling: Scaling) -> float:
@@ -69,22 +86,6 @@ def _equal_work(points: Iterable[ScalingPoint], scaling: Scaling) -> list[list[S
     return groups
 
 
-def _efficiency(scaling: Scaling, point: ScalingPoint, base: ScalingPoint) -> EfficiencyRow:
-    if point is base:  # 100 % by definition; its spread is in the other intervals
-        return EfficiencyRow(
-            scaling=scaling, point=point, baseline=base, efficiency=1.0, low=1.0, high=1.0
-        )
-    work = (point.work / point.n_devices) / (base.work / base.n_devices)
-    return EfficiencyRow(
-        scaling=scaling,
-        point=point,
-        baseline=base,
-        efficiency=work * base.time_s / point.time_s,
-        low=work * base.low_s / point.high_s,
-        high=work * base.high_s / point.low_s,
-    )
-
-
 def _series_rows(
     members: list[ScalingPoint], singles: list[ScalingPoint], scaling: Scaling
 ) -> list[EfficiencyRow]:
@@ -94,10 +95,12 @@ def _series_rows(
     smallest = min(member.n_devices for member in together)
     base = min(
         (member for member in together if member.n_devices == smallest),
-        key=lambda member: member.time_s,
+        key=lambda member: member.time.median,
     )
     larger = [member for member in together if member.n_devices > smallest]
-    return [_efficiency(scaling, member, base) for member in (base, *larger)] if larger else []
+    if not larger:
+        return []
+    return [EfficiencyRow(scaling=scaling, point=one, baseline=base) for one in (base, *larger)]
 
 
 def scaling_table(points: Iterable[ScalingPoint], scaling: Scaling) -> list[EfficiencyRow]:

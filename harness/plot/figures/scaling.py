@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -42,31 +42,33 @@ if TYPE_CHECKING:
     from matplotlib.transforms import BboxBase
 
 LABEL_PT = 8
-# Settings that may differ between a series and its baseline: how much is trained, and where to.
-NAMED = ("model", "dtype", "data", "dataset")  # in the name of a series anyway
+# Properties in the name of every series; others are in it where they differ.
+NAMED = ("strategy", "model", "dtype", "devices")
+# Settings that may differ between a series and its baseline, or that are properties anyway.
 FREE = frozenset({
-    "batch", "global_batch", "batch_per_device", "scaling", "samples_per_epoch", "source",
-    "warm_up", "seed", "n_samples", "bucket_mib", "balance", "memory",
+    "model", "dtype", "data", "dataset", "batch", "global_batch", "batch_per_device", "scaling",
+    "samples_per_epoch", "source", "warm_up", "seed", "n_samples", "bucket_mib", "balance",
+    "memory",
 })  # fmt: skip
 
 
-def _first_kind(case: RepeatGroup) -> str:
-    """Kind and cores of the first rank's device, which the run on one device used."""
-    first = case.header.ranks[0] if case.header.ranks else None
-    return f"{short_kind(first.device_kind)}/{format_number(first.n_cores, 2)}" if first else ""
-
-
-def _kinds(case: RepeatGroup) -> dict[tuple[str, float], int]:
-    """Number of devices of each kind and number of cores."""
-    return Counter((short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks)
-
-
-def _device_words(case: RepeatGroup) -> str:
-    """The kind of all devices, or how many there are of each."""
-    kinds = sorted(_kinds(case).items())
-    if len(kinds) == 1:
-        return kinds[0][0][0]
-    return " + ".join(f"{n} × {kind}" for (kind, _), n in kinds)
+def _properties(case: TrainingCase) -> dict[str, str]:
+    """The properties that are equal within a series, in words; empty where unknown."""
+    first, header = case.first, case.case.header
+    devices = Counter((short_kind(r.device_kind), round(r.n_cores, 2)) for r in header.ranks)
+    kinds = sorted(devices.items())
+    names = [kind if len(kinds) == 1 else f"{n} × {kind}" for (kind, _), n in kinds]
+    # A name may say the cores.
+    cores = [f"{n:g}" for (kind, n), _ in kinds if n and not kind.endswith(f" x {n:g}")]
+    return {
+        "strategy": first.strategy,
+        "model": first.model,
+        "dtype": first.dtype,
+        "devices": " + ".join(names),
+        "cores": f"{' + '.join(cores)} core{'' if cores == ['1'] else 's'}" if cores else "",
+        "network": _network_words(case.case),
+        "data": str(header.config.get("dataset") or header.config.get("data") or ""),
+    }
 
 
 def _network_words(case: RepeatGroup) -> str:
@@ -79,35 +81,27 @@ def _network_words(case: RepeatGroup) -> str:
     return "unknown network" if speed is None else f"about {format_number(10**speed, 2)} Gbit/s"
 
 
-def _cores_words(case: RepeatGroup) -> str:
-    """Cores of each kind of device; empty where its name says them."""
-    cores = [f"{n:g}" for kind, n in sorted(_kinds(case)) if n and not kind.endswith(f" x {n:g}")]
-    return f"{' + '.join(cores)} core{'' if cores == ['1'] else 's'}" if cores else ""
-
-
-def _setting(case: TrainingCase) -> dict[str, str]:
-    """The other properties that are equal within a series, in words."""
-    config = case.case.header.config
-    return {
-        "cores": _cores_words(case.case),
-        "network": _network_words(case.case),
-        "data": str(config.get("dataset") or config.get("data") or ""),
-    }
-
-
-def _telling(cases: Iterable[TrainingCase]) -> list[str]:
-    """The parts of settings that differ between cases, where they are known."""
-    values: dict[str, set[str]] = defaultdict(set)
-    for case in cases:
-        for name, words in _setting(case).items():
-            values[name] |= {words} - {""}
-    return [name for name, found in values.items() if len(found) > 1]
-
-
 def _problem(case: TrainingCase) -> dict[str, Any]:
-    """The settings of a model and its training in which a series and its baseline agree."""
-    rest = rest_of_config(case.case.runs[0], BETWEEN_STEPS | FREE)
-    return {name: value for name, value in rest.items() if name not in NAMED}
+    """The other settings in which a series and its baseline agree."""
+    return rest_of_config(case.case.runs[0], BETWEEN_STEPS | FREE)
+
+
+def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
+    properties = [_properties(case) for case in cases]
+    values = {
+        name: {own[name] for own in properties} - {""} for name in ("cores", "network", "data")
+    }
+    shown = [*NAMED, *(name for name, found in values.items() if len(found) > 1)]
+    variables = telling_variables(run for case in cases for run in case.case.runs)
+    points = []
+    for _, of_model in groupby(zip(cases, properties, strict=True), lambda pair: pair[1]["model"]):
+        own = list(of_model)
+        told = telling_settings([_problem(case) for case, _ in own])
+        for (case, words), settings in zip(own, told, strict=True):
+            named = [*(words[name] for name in shown), settings, _variables_words(case, variables)]
+            series = f"{' · '.join(filter(None, named))}, by {case.first.unit}"
+            points += _training_point(case, series, words["data"])
+    return points
 
 
 def _variables_words(case: TrainingCase, names: Iterable[str]) -> str:
@@ -116,52 +110,25 @@ def _variables_words(case: TrainingCase, names: Iterable[str]) -> str:
     return ", ".join(f"{name}={shorten(own[name], 40)}" for name in names if name in own)
 
 
-def _series(case: TrainingCase, telling: list[str], problem: str) -> str:
-    """Name of a series, as short as is unique.
-
-    Args:
-        problem: the settings and environment variables that tell it from other problems of the
-            same model, in words.
-    """
-    first, setting = case.first, _setting(case)
-    words = [first.strategy, first.model, first.dtype, _device_words(case.case)]
-    words += [*(setting[name] for name in telling), problem]
-    return " · ".join(word for word in words if word) + f", by {first.unit}"
-
-
-def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
-    telling, found = _telling(cases), list[ScalingPoint]()
-    variables = telling_variables(run for case in cases for run in case.case.runs)
-    for model in dict.fromkeys(case.first.model for case in cases):
-        own = [case for case in cases if case.first.model == model]
-        told = telling_settings([_problem(case) for case in own])
-        for case, settings in zip(own, told, strict=True):
-            words = filter(None, (settings, _variables_words(case, variables)))
-            point = _training_point(case, " · ".join(words), telling)
-            found += [] if point is None else [point]
-    return found
-
-
-def _training_point(case: TrainingCase, problem: str, telling: list[str]) -> ScalingPoint | None:
-    first = case.first
+def _training_point(case: TrainingCase, series: str, data: str) -> list[ScalingPoint]:
+    """One, if the case has a time."""
+    first, ranks = case.first, case.case.header.ranks
     durations = [s.duration for s in case.summaries if s.duration is not None]
     if not case.case.is_ok or not durations or not first.n_samples:
-        return None
-    time = merged(durations)
-    data = _setting(case)["data"]
-    return ScalingPoint(
-        family=json.dumps(
-            [first.model, first.dtype, data, first.unit, _first_kind(case.case), _problem(case)],
-            sort_keys=True,
-        ),
-        series=_series(case, telling, problem),
-        n_devices=first.n_devices,
-        work=first.n_samples,
-        time_s=time.median,
-        low_s=time.low,
-        high_s=time.high,
-        is_baseline=case.case.n_devices == 1,
-    )
+        return []
+    # Of the first rank, which the run on one device used.
+    device = [f"{short_kind(r.device_kind)}/{format_number(r.n_cores, 2)}" for r in ranks[:1]]
+    family = [first.model, first.dtype, data, first.unit, *device, _problem(case)]
+    return [
+        ScalingPoint(
+            family=json.dumps(family, sort_keys=True),
+            series=series,
+            n_devices=first.n_devices,
+            work=first.n_samples,
+            time=merged(durations),
+            is_baseline=case.case.n_devices == 1,
+        )
+    ]
 
 
 def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
@@ -174,17 +141,15 @@ def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
                 flops = 2.0 * row.m * row.n * row.k
                 groups[row.scaling, row.dtype, row.n_ranks, flops].append(row.time)
         for (scaling, dtype, n_ranks, flops), times in groups.items():
-            time = merged(times)
-            point = ScalingPoint(
-                family=f"summa {scaling} {dtype} {case.cluster}",
-                series=f"summa · {dtype} · {case.cluster}",
-                n_devices=n_ranks,
-                work=flops,
-                time_s=time.median,
-                low_s=time.low,
-                high_s=time.high,
+            points.append(
+                ScalingPoint(
+                    family=f"summa {scaling} {dtype} {case.cluster}",
+                    series=f"summa · {dtype} · {case.cluster}",
+                    n_devices=n_ranks,
+                    work=flops,
+                    time=merged(times),
+                )
             )
-            points.append(point)
     return points
 
 
@@ -198,7 +163,7 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
         "status": "ok",
         "reason": "",
         "work": point.work,
-        "time_s": point.time_s,
+        "time_s": point.time.median,
         "speedup": result.speedup,
         "efficiency": result.efficiency,
         "low": result.low,

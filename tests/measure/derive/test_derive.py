@@ -33,6 +33,7 @@ from harness.measure.derive.training import (
     training_summary,
     with_outliers_of_repeats,
 )
+from harness.measure.statistics import summarize
 from harness.measure.text import rate_interval_words
 from harness.units import format_bandwidth, format_flops
 
@@ -447,9 +448,7 @@ def point(n, work, time_s, **more):
         series=more.pop("series", "ddp"),
         n_devices=n,
         work=work,
-        time_s=time_s,
-        low_s=time_s * 0.9,
-        high_s=time_s * 1.1,
+        time=summarize([time_s * 0.9, time_s, time_s * 1.1]),
         **more,
     )
 
