@@ -37,14 +37,14 @@ from harness.cases import (
     remaining_repeats,
     state_of,
 )
-from harness.domain.run import RankInfo, RunHeader
+from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import HEADER_FILE, Heartbeat
 from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.resume import check_batches, check_ended, find_resumed
-from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
+from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, with_note, worst
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit, describe_rank
 from harness.runtime.ranks.isolate import run_isolated
@@ -122,13 +122,13 @@ class Launcher:
             missing = [cases[at] for at in adjacent if repeats[at] is not None]
             self._run_missing_needs(missing, str(adjacent[0] + 1))
             for at in adjacent:
-                plan, number, repeat = planned[at], at + 1, repeats[at]
+                plan, repeat = planned[at], repeats[at]
                 if repeat is not None:
                     plan = replace(plan, repeat=repeat)
                     then = self._resumed(plan, planned) if self._options.resume else plan
-                    title = f"[{number}/{len(cases)}] {plan.title} repeat {repeat}"
+                    title = f"[{at + 1}/{len(cases)}] {plan.title} repeat {repeat}"
                     if then is not None:
-                        self._record_run(then, f"run{number}", title)
+                        self._record_run(then, f"run{at + 1}", title)
                 elif self._world.is_first:
                     self._headers.append(done[plan.key][plan.repeat])
         return self._headers
@@ -201,13 +201,7 @@ class Launcher:
         run_dir = self._results / header.run_id
         if state := state_of(plan.case):
             sharing.distribute(self._control, state, self._world.hostnames)
-        problem = _problem_of(write_header, run_dir, header) if self._world.is_first else ""
-        if problem := self._control.broadcast("space", problem, str):
-            raise SweepEnded(problem, self._headers)
-        is_copying = not self._world.is_first and self._keeps_copy(plan, run_dir)
-        if is_copying and (problem := _problem_of(write_header, run_dir, header)):
-            is_copying = False
-            _log.warning("no launch with --resume can begin on this host: %s", problem)
+        is_writing = self._write_first(plan, run_dir, header)
         is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
         if is_away:
             sharing.distribute_results(self._control, self._results, self._world.hostnames)
@@ -217,16 +211,8 @@ class Launcher:
             outcomes = self._watch_run(plan, name, run_dir)
             if is_away:
                 sharing.with_fetch(self._control, lambda fetch: fetch(run_dir))
-            status, reason = worst(outcomes, self._hostnames(plan))
-            if problem := self._copy_records(plan, run_dir):
-                reason = f"{reason}; {problem}" if reason else problem
-                status = "crash" if status == "ok" else status
             lost = lost_ranks(outcomes)
-            found = self._find_continuation(plan, run_dir, lost) if lost else None
-            if found is not None:
-                first, *rest = reason.splitlines()
-                left = "the other ranks" if len(lost) < len(plan.ranks) else "all ranks"
-                reason = "\n".join([f"{first}; {left} {found.text}", *rest])
+            status, reason, found = self._result(plan, run_dir, outcomes, lost)
             closed = msgspec.structs.replace(
                 header,
                 status=status,
@@ -234,7 +220,6 @@ class Launcher:
                 summary=outcomes[0].summary,
                 duration_s=round(time.monotonic() - start_s, 3),
             )
-            is_writing = self._world.is_first or is_copying
             if is_writing and (problem := _problem_of(write_header, run_dir, closed)):
                 _log.error(
                     "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
@@ -245,8 +230,38 @@ class Launcher:
         if found is not None:
             self._go_on(plan, found, lost, name)
 
+    def _write_first(self, plan: PlannedRun, run_dir: Path, header: RunHeader) -> bool:
+        """Write the header before the run; returns whether this rank writes it afterwards, too.
+
+        Raises:
+            SweepEnded: rank 0 has no disk space; raised on all ranks.
+        """
+        is_first = self._world.is_first
+        problem = _problem_of(write_header, run_dir, header) if is_first else ""
+        if problem := self._control.broadcast("space", problem, str):
+            raise SweepEnded(problem, self._headers)
+        if is_first or not self._keeps_copy(plan, run_dir):
+            return is_first
+        if problem := _problem_of(write_header, run_dir, header):
+            _log.warning("no launch with --resume can begin on this host: %s", problem)
+        return not problem
+
+    def _result(
+        self, plan: PlannedRun, run_dir: Path, outcomes: list[Outcome], lost: Sequence[int]
+    ) -> tuple[Status, str, Continuation | None]:
+        """Status and reason of a run that has ended, and how it goes on; copies its records."""
+        status, reason = worst(outcomes, self._hostnames(plan))
+        if problem := self._copy_records(plan, run_dir):
+            reason = with_note(reason, problem)
+            status = "crash" if status == "ok" else status
+        found = self._find_continuation(plan, run_dir, lost) if lost else None
+        if found is not None:
+            left = "the other ranks" if len(lost) < len(plan.ranks) else "all ranks"
+            reason = with_note(reason, f"{left} {found.text}")
+        return status, reason, found
+
     def _find_continuation(
-        self, plan: PlannedRun, run_dir: Path, lost: list[int]
+        self, plan: PlannedRun, run_dir: Path, lost: Sequence[int]
     ) -> Continuation | None:
         """How the ranks that are left go on, or all where none was lost; None if they cannot."""
         find = plan.case.workload.find_continuation
@@ -325,8 +340,10 @@ class Launcher:
         channel.end_part(name, fault)
         outcomes = self._control.gather("outcome", outcome, Outcome)
         channel.end_run()
-        if not is_isolated:
-            _free_process()
+        if not is_isolated:  # free the group and the GPU's memory for later runs
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            torch.cuda.empty_cache()  # does nothing unless a GPU was used
         return [outcomes[rank] for rank in plan.ranks]
 
     def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
@@ -358,15 +375,10 @@ class Launcher:
     def _copy_records(self, plan: PlannedRun, run_dir: Path) -> str:
         """Copy records to rank 0 from ranks that do not share its disk; returns an error or ""."""
         paths = {rank: run_dir / f"rank{k}.jsonl" for k, rank in enumerate(plan.ranks)}
-        problems = sharing.copy_to_first(self._control, paths)
-        return next(
-            (
-                f"records of rank {plan.ranks.index(rank)} stay on {self._world.hostnames[rank]}: "
-                f"{problem}"
-                for rank, problem in problems.items()
-            ),
-            "",
-        )
+        for rank, problem in sharing.copy_to_first(self._control, paths).items():
+            host = self._world.hostnames[rank]
+            return f"records of rank {plan.ranks.index(rank)} stay on {host}: {problem}"
+        return ""
 
     def _keeps_copy(self, plan: PlannedRun, run_dir: Path) -> bool:
         """Whether this rank keeps a copy of the header for its host, which has a disk of its own,
@@ -383,10 +395,3 @@ def _problem_of(act: Callable[..., object], *arguments: object) -> str:
     except HarnessError as error:
         return str(error)
     return ""
-
-
-def _free_process() -> None:
-    """Free the process group and GPU memory of a run in this process, for later runs."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch.cuda.empty_cache()  # does nothing unless a GPU was used

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     standstill: Standstill | None = None
     summary: dict[str, Any] = {}
 
+    @property
+    def headline(self) -> str:
+        """The first line of the reason."""
+        return self.reason.partition("\n")[0]
+
 
 def outcome_of(ending: Ending) -> Outcome:
     """The outcome that a rank's process gave, or how it ended without one."""
@@ -102,72 +107,71 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
     to its peers; it is left out if the first rank raised an exception and the second only waited.
     If all failed ranks waited, a stopped rank comes first, or the one behind all others.
     """
-    severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
-    status = outcomes[severities.index(max(severities))].status
+    status = max((outcome.status for outcome in outcomes), key=_SEVERITY.index)
     if status == "ok":
         return status, ""
-    failed = [rank for rank, severity in enumerate(severities) if severity == max(severities)]
-    waited = {rank for rank in failed if outcomes[rank].peers}
-    silent = {peer for rank in waited for peer in outcomes[rank].peers} - waited
-
-    def distance(rank: int) -> int:
-        if outcomes[rank].is_aborted:  # perhaps because another rank has died
-            return 3
-        return 0 if rank not in waited else 1 if silent.intersection(outcomes[rank].peers) else 2
-
-    rank, *others = sorted(failed, key=distance)
-    if outcomes[rank].is_explained:
-        others = [other for other in others if not outcomes[other].peers]
-    first, *rest = _reason(outcomes, hostnames, rank).splitlines()
-    for other in others:
-        if _first_line(outcomes[other]) != _first_line(outcomes[rank]):
-            first += f"; {_reason(outcomes, hostnames, other).splitlines()[0]}"
-            break
-    stuck = _stuck_rank(outcomes, failed, waited)
+    names = [f"rank {rank} ({hostname})" for rank, hostname in enumerate(hostnames)]
+    failed = {rank: one for rank, one in enumerate(outcomes) if one.status == status}
+    silent = {peer for one in failed.values() for peer in one.peers}
+    silent -= {rank for rank, one in failed.items() if one.peers}
+    cause, *others = sorted(failed, key=lambda rank: _distance(failed[rank], silent))
+    if failed[cause].is_explained:
+        others = [other for other in others if not failed[other].peers]
+    first, *rest = f"{names[cause]}: {failed[cause].reason}".splitlines()
+    unlike = [rank for rank in others if failed[rank].headline != failed[cause].headline]
+    if unlike:
+        first += f"; {names[unlike[0]]}: {failed[unlike[0]].headline}"
+    stuck = _stuck_rank(outcomes, failed.values())
     if stuck is not None:
-        found = outcomes[stuck].standstill
-        assert found is not None
-        first = f"rank {stuck} ({hostnames[stuck]}): {found.text}; {first}"
-    elif rank in waited and silent:
-        names = ", ".join(f"{one} ({hostnames[one]})" for one in sorted(silent))
-        first += f"; no answer came from rank {names}"
+        rank, standstill = stuck
+        first = f"{names[rank]}: {standstill.text}; {first}"
+    elif failed[cause].peers and silent:
+        told = ", ".join(names[rank].removeprefix("rank ") for rank in sorted(silent))
+        first += f"; no answer came from rank {told}"
     return "crash" if status == "skipped" else status, "\n".join([first, *rest])
 
 
-def _stuck_rank(outcomes: list[Outcome], failed: list[int], waited: set[int]) -> int | None:
+def with_note(reason: str, note: str) -> str:
+    """A reason with a note in its first line, which is the one that people see first."""
+    first, newline, rest = reason.partition("\n")
+    return f"{first}; {note}{newline}{rest}" if reason else note
+
+
+def _distance(failed: Outcome, silent: set[int]) -> int:
+    """How far a failed rank is from the cause; `silent` are the ranks that gave others no answer,
+    and waited for none."""
+    if failed.is_aborted:  # perhaps because another rank has died
+        return 3
+    return 0 if not failed.peers else 1 if silent.intersection(failed.peers) else 2
+
+
+def _stuck_rank(
+    outcomes: Iterable[Outcome], failed: Iterable[Outcome]
+) -> tuple[int, Standstill] | None:
     """Find the rank that the others waited for, by progress.
 
     None if a rank failed by itself, or if no single rank is behind all others. A rank that
     computes counts as behind one that waits in a collective.
     """
-    if any(rank not in waited and outcomes[rank].status not in _WAITED for rank in failed):
+    if any(not outcome.peers and outcome.status not in _WAITED for outcome in failed):
         return None
-    standstills = {
-        rank: outcome.standstill
+    standstills = [
+        (rank, outcome.standstill)
         for rank, outcome in enumerate(outcomes)
         if outcome.standstill is not None and outcome.status != "ok"
-    }
-    stopped = [rank for rank, standstill in standstills.items() if standstill.is_stopped]
-    if stopped:
-        return stopped[0]
-    order = sorted(standstills, key=lambda rank: _progress(standstills[rank]))
-    if len(order) > 1 and _progress(standstills[order[0]]) < _progress(standstills[order[1]]):
-        return order[0]
-    return None
+    ]
+    for rank, standstill in standstills:
+        if standstill.is_stopped:
+            return rank, standstill
+    order = sorted(standstills, key=lambda one: _progress(one[1]))
+    is_behind = len(order) > 1 and _progress(order[0][1]) < _progress(order[1][1])
+    return order[0] if is_behind else None
 
 
 def _progress(standstill: Standstill) -> tuple[bool, int, int]:
     """Sort key of progress: computing before waiting, then by step and phase."""
     step = -1 << 40 if standstill.step is None else standstill.step
     return standstill.is_waiting, step, PHASES.index(standstill.phase)
-
-
-def _reason(outcomes: list[Outcome], hostnames: list[str], rank: int) -> str:
-    return f"rank {rank} ({hostnames[rank]}): {outcomes[rank].reason}"
-
-
-def _first_line(outcome: Outcome) -> str:
-    return outcome.reason.partition("\n")[0]
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

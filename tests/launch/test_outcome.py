@@ -11,7 +11,7 @@ from harness.errors import (
     VerificationError,
 )
 from harness.measure.reached import Standstill
-from harness.run import Outcome, _classify, lost_ranks, worst
+from harness.run import Outcome, _classify, lost_ranks, with_note, worst
 
 HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")
@@ -45,6 +45,12 @@ def test_the_first_of_the_worst_decides():
     )
     assert worst([OK, crash, oom, crash], HOSTS) == ("oom", "rank 2 (c): 9 GiB")
     assert worst([OK] * 4, HOSTS) == ("ok", "")
+
+
+def test_a_note_stands_in_the_first_line_of_a_reason():
+    """Rank 0 shows that line alone, and not the traceback below it."""
+    assert with_note("rank 0 (a): no\nTraceback", "left") == "rank 0 (a): no; left\nTraceback"
+    assert with_note("", "records stay") == "records stay"
 
 
 def test_ranks_that_the_watchdog_aborts_are_not_the_lost_ones():
