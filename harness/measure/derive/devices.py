@@ -1,12 +1,13 @@
 """Rates of single devices, and of distributed products, from matmul records."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.domain.record import SHORTEST_S, Sample
 from harness.domain.run import Headed, RankInfo
 from harness.measure.derive.spans import samples_of
+from harness.measure.derive.steps import by_iteration
 from harness.measure.statistics import Summary, known_median, summarize
 from harness.measure.store import Run
 from harness.measure.text import noise_texts
@@ -96,32 +97,27 @@ def matmul_table(run: Run) -> list[MatmulRow]:
         groups = _by_labels(samples_of(records, "matmul_s"), "m", "n", "k", "dtype")
         for labels, samples in groups.items():
             times = _positive(samples)
-            if times:
-                worst = max((sample.value for sample in errors.get(labels, [])), default=None)
-                rows.append(_matmul_row(rank, info, labels, summarize(times, shortest=0), worst))
+            if not times:
+                continue
+            time, dtype = summarize(times, shortest=0), str(labels[3])
+            m, n, k = (int(str(size)) for size in labels[:3])
+            rows.append(
+                MatmulRow(
+                    rank=rank,
+                    hostname=info.hostname,
+                    device_kind=info.device_kind,
+                    dtype=dtype,
+                    m=m,
+                    n=n,
+                    k=k,
+                    time=time,
+                    flops_per_s=2 * m * n * k / time.median,
+                    max_flops_per_s=2 * m * n * k / time.min,
+                    peak_flops_per_s=info.peak_flops_per_s.get(dtype),
+                    error=max((sample.value for sample in errors.get(labels, [])), default=None),
+                )
+            )
     return sorted(rows, key=lambda row: (row.rank, row.dtype, row.m * row.n * row.k))
-
-
-def _matmul_row(
-    rank: int, info: RankInfo, labels: tuple[object, ...], time: Summary, error: float | None
-) -> MatmulRow:
-    m, n, k = (int(str(size)) for size in labels[:3])
-    dtype = str(labels[3])
-    flops = 2 * m * n * k
-    return MatmulRow(
-        rank=rank,
-        hostname=info.hostname,
-        device_kind=info.device_kind,
-        dtype=dtype,
-        m=m,
-        n=n,
-        k=k,
-        time=time,
-        flops_per_s=flops / time.median,
-        max_flops_per_s=flops / time.min,
-        peak_flops_per_s=info.peak_flops_per_s.get(dtype),
-        error=error,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,34 +204,6 @@ def sum_of_peaks(
     return sum(known) if known and len(known) == len(rates) else None
 
 
-def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, dict[int, float]]:
-    """Values by iteration and rank; the iteration is `step`, else the sample's position."""
-    iterations: dict[int, dict[int, float]] = defaultdict(dict)
-    for rank, records in run.ranks.items():
-        mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
-        for position, sample in enumerate(mine):
-            if sample.value >= SHORTEST_S or metric != "summa_s":
-                at = position if sample.step is None else sample.step
-                iterations[at][rank] = sample.value
-    return dict(sorted(iterations.items()))
-
-
-SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
-
-
-def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...]:
-    """Key of a distributed product: its labels and its number of ranks."""
-    named = tuple(sample.labels[name] for name in SUMMA_LABELS)
-    return (*named, sample.labels.get("n_ranks", len(run.header.ranks) or len(run.ranks)))
-
-
-def _slowest_s(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
-    """The slowest rank's value in each iteration, so that the parts sum to its time."""
-    values, times = _by_iteration(run, metric, labels), _by_iteration(run, "summa_s", labels)
-    slowest = {i: max(by_rank, key=by_rank.__getitem__) for i, by_rank in times.items()}
-    return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
-
-
 def best_products(rows: Iterable[MatmulRow]) -> list[MatmulRow]:
     """The product with the best rate of each device and dtype."""
     best: dict[tuple[str, int], MatmulRow] = {}
@@ -280,18 +248,33 @@ def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
     ]
 
 
+SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
+_SUMMA_PARTS = ("compute_s", "communication_s", "exposed_communication_s")
+
+
 def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
     """One row per distributed product; peaks default to those measured in this run."""
+
+    def product_of(sample: Sample) -> tuple[object, ...]:
+        n_ranks = sample.labels.get("n_ranks", len(run.header.ranks) or len(run.ranks))
+        return (*(sample.labels[name] for name in SUMMA_LABELS), n_ranks)
+
     peaks = matmul_peaks([run]) if peaks is None else peaks
-    found = {
-        _summa_labels(run, sample)
-        for records in run.ranks.values()
-        for sample in samples_of(records, "summa_s")
-    }
-    rows = sorted(
-        (row for labels in found if (row := _summa_row(run, labels)) is not None),
-        key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks),
-    )
+    times = by_iteration(run, "summa_s", product_of)
+    parts = {name: by_iteration(run, f"summa_{name}", product_of) for name in _SUMMA_PARTS}
+    rows = []
+    for labels, iterations in times.items():
+        # The slowest rank's values, so that the parts sum to its time.
+        ranks = {at: max(own, key=own.__getitem__) for at, own in iterations.items()}
+        slowest = {at: iterations[at][rank] for at, rank in ranks.items()}
+        timed = {at: time_s for at, time_s in slowest.items() if time_s >= SHORTEST_S}
+        if timed:
+            of_parts = {
+                name: known_median(found[labels].get(at, {}).get(ranks[at]) for at in timed)
+                for name, found in parts.items()
+            }
+            rows.append(_summa_row(labels, summarize(list(timed.values()), shortest=0), of_parts))
+    rows.sort(key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks))
     return with_efficiency(rows, run.header.ranks, peaks)
 
 
@@ -303,13 +286,10 @@ def with_efficiency(
     return [replace(row, efficiency=row.flops_per_s / peak if peak else None) for row, peak in sums]
 
 
-def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
-    times = _slowest_s(run, "summa_s", labels)
-    if not times:
-        return None
-    time = summarize(times, shortest=0)
+def _summa_row(
+    labels: tuple[object, ...], time: Summary, parts: Mapping[str, float | None]
+) -> SummaRow:
     m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
-    rate = 2 * m * n * k / time.median
     return SummaRow(
         scaling=str(labels[0]),
         dtype=str(labels[1]),
@@ -318,13 +298,9 @@ def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
         k=k,
         n_ranks=n_ranks,
         time=time,
-        compute_s=known_median(_slowest_s(run, "summa_compute_s", labels)),
-        communication_s=known_median(_slowest_s(run, "summa_communication_s", labels)),
-        exposed_communication_s=known_median(
-            _slowest_s(run, "summa_exposed_communication_s", labels)
-        ),
-        flops_per_s=rate,
+        flops_per_s=2 * m * n * k / time.median,
         efficiency=None,
+        **parts,
     )
 
 

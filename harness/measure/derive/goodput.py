@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from harness.domain.run import RunHeader
-from harness.measure.derive.settings import CHANGING
+from harness.measure.derive.settings import changing_flags
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import change_times
 from harness.measure.derive.timeline import clock_offsets
 from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.store import Run
 
-# Flags of runs that have a goodput.
-_KEEPING = ("save_every", "survive", "continues", *CHANGING)
+# Flags of runs that have a goodput, beside those that change the strategy.
+_KEEPING = ("save_every", "survive", "continues")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def step_clock(run: Run) -> StepClock | None:
     """None without steps, without the time at which the run began, or for a run that neither saves
     its state, changes, survives the loss of a rank, nor continues another."""
     config = run.header.config
-    if not any(config.get(flag) and config[flag] not in ("none", "off") for flag in _KEEPING):
+    if not (any(map(config.get, _KEEPING)) or changing_flags(config)):
         return None
     try:
         begun_s = datetime.fromisoformat(run.header.start_utc).timestamp()

@@ -11,10 +11,11 @@ from statistics import median
 
 import numpy as np
 
-from harness.domain.record import SHORTEST_S
+from harness.domain.record import SHORTEST_S, Sample
 from harness.domain.run import Headed
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
+from harness.measure.derive.steps import by_iteration
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 from harness.measure.text import noise_texts
@@ -83,21 +84,12 @@ def bus_factor(operation: str, n_ranks: int) -> float:
 
 def collective_table(run: Run) -> list[CollectiveRow]:
     """One row per operation, transport and size, in that order."""
-    iterations: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for records in run.ranks.values():
-        position: dict[tuple[str, str, int], int] = defaultdict(int)
-        for sample in samples_of(records, "collective_s"):
-            labels = sample.labels
-            key = str(labels["operation"]), str(labels["transport"]), int(labels["n_bytes"])
-            at = position[key] if sample.step is None else sample.step
-            position[key] += 1
-            iterations[key][at].append(sample.value)
     n_ranks = len(run.header.ranks) or len(run.ranks)
     rows = []
-    for (operation, transport, n_bytes), by_iteration in sorted(iterations.items()):
-        times = [max(values) for values in by_iteration.values() if max(values) >= SHORTEST_S]
+    found = by_iteration(run, "collective_s", _collective_of)
+    for (operation, transport, n_bytes), iterations in sorted(found.items()):
+        slowest = (max(by_rank.values()) for by_rank in iterations.values())
+        times = [time_s for time_s in slowest if time_s >= SHORTEST_S]
         if times and n_bytes > 0:
             time = summarize(times, shortest=0)
             rows.append(
@@ -112,6 +104,11 @@ def collective_table(run: Run) -> list[CollectiveRow]:
                 )
             )
     return rows
+
+
+def _collective_of(sample: Sample) -> tuple[str, str, int]:
+    labels = sample.labels
+    return str(labels["operation"]), str(labels["transport"]), int(labels["n_bytes"])
 
 
 def _rank_names(run: Run, n: int) -> list[str]:

@@ -1,11 +1,15 @@
 """The times of a run's steps, and its numbers by step: over all ranks."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import TypeVar
 
-from harness.domain.record import SHORTEST_S
+from harness.domain.record import SHORTEST_S, Sample
 from harness.measure.derive.spans import samples_of
 from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.store import Run
+
+Key = TypeVar("Key")
 
 
 def values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
@@ -16,6 +20,22 @@ def values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
             if sample.step is not None:
                 steps[sample.step][rank] += sample.value
     return dict(sorted(steps.items()))
+
+
+def by_iteration(
+    run: Run, metric: str, key_of: Callable[[Sample], Key]
+) -> dict[Key, dict[int, dict[int, float]]]:
+    """Values by key, iteration and rank. The iteration is `step`, else the sample's place among
+    those of its rank with the same key."""
+    found: dict[Key, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, records in run.ranks.items():
+        n_seen = Counter[Key]()
+        for sample in samples_of(records, metric):
+            key = key_of(sample)
+            at = n_seen[key] if sample.step is None else sample.step
+            n_seen[key] += 1
+            found[key][at][rank] = sample.value
+    return found
 
 
 def largest_by_step(run: Run, metric: str) -> dict[int, float]:
