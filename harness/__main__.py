@@ -88,13 +88,30 @@ def _print_tables(runs: list[Any]) -> None:
         print(f"note: {line}", flush=True)
 
 
+def _print_results(runs: list[Any], results: Path, *, has_report: bool) -> None:
+    """Print tables and the place of the results, with the command that draws them unless the launch
+    itself makes the report."""
+    try:
+        _print_tables(runs)
+        if runs and not has_report:
+            # To the tables' stream: mpirun would write a line of another one into their midst.
+            path = shlex.quote(str(results))
+            drawn_by = f"python -m harness.plot {path}"
+            print(f"\nresults are in {path}; {drawn_by} draws them", flush=True)
+    except OSError:  # its reader has gone (`| head`), or its disk is full
+        errors.drop_output()
+
+
+def _run_after(module: str, *words: str) -> None:
+    """Run a program of the harness in a process of its own, so that a failure costs no results."""
+    subprocess.run([sys.executable, "-m", module, *words], check=False, stdin=subprocess.DEVNULL)
+
+
 def _print_advice(results: Path, config: Any) -> None:
     """Say which machines to use, from the files that the comparison has measured."""
-    words = ["advise", str(results), "--model", config.model, "--dtype", config.dtype]
-    words += ["--batch-size", str(config.batch)]
+    words = ["--model", config.model, "--dtype", config.dtype, "--batch-size", str(config.batch)]
     print("\nwhich machines to use (python -m harness.plan advise):", flush=True)
-    command = [sys.executable, "-m", "harness.plan", *words]
-    subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+    _run_after("harness.plan", "advise", str(results), *words)
 
 
 def _handle_signals() -> None:
@@ -178,20 +195,9 @@ def _work(
     except SweepEnded as error:
         ended, headers = error, error.headers
     if world.is_first:
-        runs = launcher.read(headers)
-        try:
-            _print_tables(runs)
-            if name and runs:
-                # To the tables' stream: mpirun would write a line of another one into their midst.
-                path = shlex.quote(str(options.results))
-                drawn_by = f"python -m harness.plot {path}"
-                print(f"\nresults are in {path}; {drawn_by} draws them", flush=True)
-        except OSError:  # its reader has gone (`| head`), or its disk is full
-            errors.drop_output()
+        _print_results(launcher.read(headers), options.results, has_report=not name)
         if not name:
-            # In a process of its own, so that a failure costs no results.
-            command = [sys.executable, "-m", "harness.plot", str(options.results)]
-            subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+            _run_after("harness.plot", str(options.results))
             if world.size > 1 and not ended:
                 _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
     meeting.leave()

@@ -1,17 +1,24 @@
 """`python -m harness.plot results/` draws figures and a report; `import` reads logs of other
 programs; `trace` writes one run for Perfetto."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError, ResultsError, run_command
 from harness.inputs import CommandParser, one_line, parse_flags
 from harness.measure.places import make_directory
+
+if TYPE_CHECKING:
+    from harness.plot.catalog import Catalog
+    from harness.plot.headlines import Answer
+    from harness.plot.render import Rendered
 
 EXIT_CODES = """exit codes:
   0  every figure that has data is drawn; stderr names unusable runs, files and lines
@@ -114,32 +121,41 @@ def _plot(args: argparse.Namespace) -> int:
     if args.timings:
         for name, seconds in timings.seconds.items():
             print(f"{name}: {seconds:.2f} s", file=sys.stderr)
-    skipped = [(str(path), reason) for path, reason in catalog.skipped]
-    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in skipped])
+    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in catalog.skipped])
     _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
     if args.json:
-        document = {
-            "report": str(report),
-            "answers": [{"cell": a.cell, "sentence": a.sentence} for a in answered],
-            "files": [str(file) for d in rendered.drawn for file in d.files],
-            "missing": rendered.missing,
-            "failed": rendered.failed,
-            "skipped": skipped,
-            "tables": {
-                d.figure.name: json.loads(d.table.to_json(orient="records")) for d in rendered.drawn
-            },
-        }
-        print(json.dumps(document, indent=1))
+        _print_json(report, catalog, rendered, answered)
     else:
-        for name, reason in rendered.missing:
-            print(f"not drawn: {name}: {reason}")
-        made = ", ".join(d.figure.name for d in rendered.drawn)
-        print(f"drawn into {args.output}: {made or 'no figure'}")
-        compared = [answer for answer in answered if answer.cell]
-        for answer in compared[:MAX_ANSWERS]:
-            print(one_line(f"{answer.cell}: {answer.sentence}", 1000))
-        print(f"report: {report}")
+        _print_drawn(report, rendered, answered)
     return FAILED if rendered.failed else 0
+
+
+def _print_json(
+    report: Path, catalog: Catalog, rendered: Rendered, answered: Sequence[Answer]
+) -> None:
+    document = {
+        "report": str(report),
+        "answers": [{"cell": a.cell, "sentence": a.sentence} for a in answered],
+        "files": [str(file) for d in rendered.drawn for file in d.files],
+        "missing": rendered.missing,
+        "failed": rendered.failed,
+        "skipped": [(str(path), reason) for path, reason in catalog.skipped],
+        "tables": {
+            d.figure.name: json.loads(d.table.to_json(orient="records")) for d in rendered.drawn
+        },
+    }
+    print(json.dumps(document, indent=1))
+
+
+def _print_drawn(report: Path, rendered: Rendered, answered: Sequence[Answer]) -> None:
+    for name, reason in rendered.missing:
+        print(f"not drawn: {name}: {reason}")
+    made = ", ".join(d.figure.name for d in rendered.drawn)
+    print(f"drawn into {report.parent}: {made or 'no figure'}")
+    compared = [answer for answer in answered if answer.cell]
+    for answer in compared[:MAX_ANSWERS]:
+        print(one_line(f"{answer.cell}: {answer.sentence}", 1000))
+    print(f"report: {report}")
 
 
 def _complain(lines: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -340,7 +340,7 @@ class Catalog:
     @cached_property
     def training(self) -> list[TrainingCase]:
         """Training cases with their numbers, by model, cluster and strategy."""
-        cases: list[tuple[tuple[Any, ...], int, TrainingCase]] = []
+        cases: list[tuple[tuple[Any, ...], TrainingCase]] = []
         for case in self.cases("train"):
             known = [(run, run.summary) for run in case.runs if run.summary is not None]
             if not known:
@@ -357,6 +357,5 @@ class Catalog:
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]
             label = " · ".join(word for word in words if word)
             order = (first.model, case.n_devices, case.cluster, first.strategy, batch or 0, label)
-            training = TrainingCase(case=case, label=label, summaries=summaries)
-            cases.append((order, len(cases), training))
-        return _unique_labels([training for *_, training in sorted(cases, key=lambda c: c[:2])])
+            cases.append((order, TrainingCase(case=case, label=label, summaries=summaries)))
+        return _unique_labels([case for _, case in sorted(cases, key=itemgetter(0))])

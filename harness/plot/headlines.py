@@ -124,15 +124,11 @@ def _doubts_of_products(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
 def _unlike_software(headers: Sequence[RunHeader]) -> list[str]:
     commits = {header.commit for header in headers if header.commit}
     lines = [f"runs of {len(commits)} commits stand side by side"] if len(commits) > 1 else []
-    lines += [
-        f"runs disagree on the version of {name}: {found}"
-        for name, found, differ in library_versions(headers)
-        if differ
-    ]
+    of_hosts = [setting for setting in rank_settings(headers) if setting[0] in HOST_SETTINGS]
     return lines + [
         f"runs disagree on the version of {name}: {found}"
-        for name, found, differ in rank_settings(headers)
-        if differ and name in HOST_SETTINGS
+        for name, found, differ in (*library_versions(headers), *of_hosts)
+        if differ
     ]
 
 
