@@ -33,6 +33,15 @@ class Clock(Protocol):
         ...
 
 
+def timed_s(clock: Clock, act: Callable[[], object]) -> float:
+    """Seconds of an act; blocks until the clock can tell them."""
+    start = clock.mark()
+    act()
+    end = clock.mark()
+    clock.settle()
+    return clock.seconds_at(end) - clock.seconds_at(start)
+
+
 class HostClock:
     """`perf_counter_ns` on this host; the origin is the clock's creation."""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.domain.cluster import CollectivePoint
 from harness.errors import VerificationError
-from harness.measure.recorder import Clock, HostClock
+from harness.measure.recorder import Clock, HostClock, timed_s
 from harness.measure.statistics import summarize
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks import gather
@@ -272,16 +272,12 @@ def time_trial(trial: CollectiveTrial, transport: Transport, n: int) -> list[flo
     An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's
     time is the maximum over ranks, which the caller takes.
     """
-    clock, durations = transport.clock, []
+    durations = []
     for _ in range(n):
         trial.reset()
         transport.barrier()
-        clock.settle()
-        start = clock.mark()
-        trial.run()
-        end = clock.mark()
-        clock.settle()
-        durations.append(clock.seconds_at(end) - clock.seconds_at(start))
+        transport.clock.settle()
+        durations.append(timed_s(transport.clock, trial.run))
     return durations
 
 

@@ -14,7 +14,7 @@ import torch
 
 from harness.errors import VerificationError
 from harness.measure.derive.devices import MEMORY_KERNELS
-from harness.measure.recorder import Clock
+from harness.measure.recorder import Clock, timed_s
 from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.devices.precision import lack_of
@@ -104,11 +104,7 @@ def _seconds_of(work: Callable[[], object], clock: Clock) -> float:
     """Time the second of two calls, in seconds."""
     work()
     clock.settle()
-    start = clock.mark()
-    work()
-    end = clock.mark()
-    clock.settle()
-    return clock.seconds_at(end) - clock.seconds_at(start)
+    return timed_s(clock, work)
 
 
 def _spread_over_cache(first: _Operands, n_products: int, flush: CacheFlush) -> list[_Operands]:

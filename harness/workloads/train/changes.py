@@ -219,9 +219,8 @@ class StrategyChanges:
             write_atomically(path, planned.strategy.to_json())
             transfer_s = self._planner.predict_change_s(predicted)
             sample("change_predicted_s", transfer_s)
-            for metric, pairs in (
-                ("change_bytes", cost.pair_bytes), ("change_predicted_bytes", predicted),
-            ):  # fmt: skip
+            moved = {"change_bytes": cost.pair_bytes, "change_predicted_bytes": predicted}
+            for metric, pairs in moved.items():
                 for (source, target), n in sorted(pairs.items()):
                     sample(metric, n, source=source, target=target)
             self._current.still_s = max(0.0, still_s - transfer_s)
