@@ -93,7 +93,7 @@ def refusal_of(act: Callable[..., object], *arguments: Any) -> str:
     return "not refused"
 
 
-def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
+def matmul_beside_a_slow_rank(configs: list[Any], context: Context) -> list[dict[str, Any]]:
     """Run matmul where rank 1 takes three times as long as a collective may."""
     from harness.workloads.matmul import workload as matmul
 
@@ -105,7 +105,7 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     with mock.patch.object(matmul, "_measure_device", slowly):
-        found = matmul.run_matmul(config, context)
+        found = [matmul.run_matmul(config, context) for config in configs]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
     return found
 
@@ -134,6 +134,14 @@ def matmul_with_little_memory(config: Any, context: Context) -> str:
     n_bytes = 1 << 28 if context.world.rank == 1 else context.world.memory_bytes
     world = replace(context.world, memory_bytes=n_bytes)
     return refusal_of(run_matmul, config, replace(context, world=world))
+
+
+def refused_products(config: Any, context: Context) -> dict[str, str]:
+    """The refusals of both, of one launch."""
+    return {
+        "memory": matmul_with_little_memory(config, context),
+        "block": matmul_with_a_wrong_block(config, context),
+    }
 
 
 def links_with_cluster(config: Any, context: Context) -> str:
@@ -191,13 +199,6 @@ def slow_pairs(config: Any, context: Context) -> Any:
     limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=0.2)
     found, left_out = measure_pairs([1 << 10, 1 << 12, 1 << 14], transport, context, limits)
     return {pair: times.transfers for pair, times in found.items()}, left_out
-
-
-def refused_links(config: Any, context: Context) -> str:
-    """Run links that must be refused; the error's text."""
-    from harness.workloads.links.workload import run_links
-
-    return refusal_of(run_links, config, context)
 
 
 def copy_shards(hostnames: list[str], context: Context) -> list[str]:

@@ -124,29 +124,28 @@ def train_on_two_hosts(case: TrainCase, context: Context) -> dict[str, Any]:
     return run_train(case, replace(context, world=world))
 
 
-def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
-    """Train, but change one parameter on the last rank before the check; what the run raised."""
+def refused_trainings(case: TrainCase, context: Context) -> tuple[str, str]:
+    """What a training raised with one sample more on the last rank, and one whose last rank changes
+    a parameter before the check."""
+    is_last = context.world.rank == context.world.size - 1
     step = TorchEngine.step
 
     def changing(self: TorchEngine, *arguments: Any, **named: Any) -> Tensor:
         loss = step(self, *arguments, **named)
-        if context.world.rank == context.world.size - 1:
+        if is_last:
             with torch.no_grad():
                 next(self.model.parameters()).reshape(-1)[3] += 1e-7
         return loss
 
+    other_data = error_of(replace(case, n_samples=case.n_samples + is_last), context)
     TorchEngine.step = changing  # type: ignore[method-assign]
+    return other_data, error_of(case, context)
+
+
+def error_of(case: TrainCase, context: Context) -> str:
+    """What a training raised."""
     try:
         run_train(case, context)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def train_on_unequal_data(case: TrainCase, context: Context) -> str:
-    """Train with one sample more on each further rank; what the run raised."""
-    try:
-        run_train(replace(case, n_samples=case.n_samples + context.world.rank), context)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_clock import FakeClock
 from local_ranks import run_on_ranks
-from made_runs import local_header
+from made_runs import local_header, world_of
 
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError, VerificationError
@@ -28,7 +28,7 @@ from harness.workloads.links.pairs import (
     measured_flops,
     time_pair,
 )
-from harness.workloads.links.workload import LinksConfig, links_cases, links_text
+from harness.workloads.links.workload import LinksConfig, links_cases, links_text, run_links
 
 MB = 1e6
 SMALL = LinksConfig(
@@ -269,6 +269,6 @@ def test_one_rank_alone_has_no_pairs_and_no_collectives():
 
 
 def test_mpi_without_mpirun_is_refused():
-    config = replace(SMALL, transport="mpi")
-    results, _ = run_on_ranks(local_ranks.refused_links, config, 1)
-    assert "--transport mpi needs ranks that mpirun started" in results[0]
+    context = SimpleNamespace(world=world_of(), recorder=SimpleNamespace(clock=HostClock()))
+    with pytest.raises(ConfigError, match="--transport mpi needs ranks that mpirun started"):
+        run_links(replace(SMALL, transport="mpi"), context)

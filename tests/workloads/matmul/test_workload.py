@@ -115,10 +115,16 @@ def test_samples_that_vary_have_their_interval_and_a_warning():
     )
 
 
+@pytest.fixture(scope="module")
+def measured():
+    """By number of ranks: what each rank returned, and the run."""
+    return {n_ranks: run_on_ranks(run_matmul, SMALL, n_ranks) for n_ranks in (1, 5)}
+
+
 @pytest.mark.parametrize("n_ranks", [1, 5])
-def test_products_are_right_on_any_number_of_ranks(n_ranks):
+def test_products_are_right_on_any_number_of_ranks(n_ranks, measured):
     """The body verifies every block against float64, and raises when one is wrong."""
-    results, run = run_on_ranks(run_matmul, SMALL, n_ranks)
+    results, run = measured[n_ranks]
     rows = results[0]["distributed"]
     wanted = [(scaling, n) for scaling in ("strong", "weak") for n in range(1, n_ranks + 1)]
     assert [(row["scaling"], row["n_ranks"]) for row in rows] == wanted
@@ -136,16 +142,16 @@ def test_products_are_right_on_any_number_of_ranks(n_ranks):
     assert "strong" in text
 
 
-def test_records_hold_spans_and_what_a_rank_received():
-    config = replace(SMALL, scaling="strong", strong_size=96)
-    _, run = run_on_ranks(run_matmul, config, 2)
-    for records in run.ranks.values():
+def test_records_hold_spans_and_what_a_rank_received(measured):
+    _, run = measured[5]
+    product = {"scaling": "strong", "n_ranks": 2}
+    for records in (run.ranks[0], run.ranks[1]):
         spans = [r for r in spans_of(records) if r.name == "summa strong 2 ranks"]
         assert {span.kind for span in spans} == {"compute", "communication"}
         samples = {
             (r.metric, r.step): r.value
             for r in records
-            if isinstance(r, Sample) and r.labels.get("n_ranks") == 2
+            if isinstance(r, Sample) and product.items() <= r.labels.items()
         }
         for step in range(2):
             whole = samples["summa_s", step]
@@ -159,18 +165,14 @@ def test_records_hold_spans_and_what_a_rank_received():
         assert not any(math.isnan(value) for value in samples.values())
 
 
-def test_a_device_too_small_for_every_size_is_named_with_the_reason():
-    told, _ = run_on_ranks(local_ranks.matmul_with_little_memory, SMALL, 2)
-    assert told[0] == told[1]
-    assert "rank 1 (node1) cannot multiply in fp32" in told[0]
-    assert "(size 32: fp32 needs " in told[0]
-    assert ", the device has 256 MiB): choose smaller --sizes" in told[0]
-
-
-def test_a_wrong_block_fails_on_every_rank():
-    results, _ = run_on_ranks(local_ranks.matmul_with_a_wrong_block, SMALL, 2)
-    assert "rank 1's block" in results[1]
-    assert results[0] == results[1]
+def test_what_one_rank_refuses_all_refuse_with_its_reason():
+    """A device too small for every size, and a product with a wrong block."""
+    (told, others), _ = run_on_ranks(local_ranks.refused_products, SMALL, 2)
+    assert told == others
+    assert "rank 1 (node1) cannot multiply in fp32" in told["memory"]
+    assert "(size 32: fp32 needs " in told["memory"]
+    assert ", the device has 256 MiB): choose smaller --sizes" in told["memory"]
+    assert "rank 1's block" in told["block"]
 
 
 def test_ranks_wait_for_a_panel_no_longer_than_the_run_allows(monkeypatch):
@@ -188,8 +190,7 @@ def test_ranks_wait_for_a_panel_no_longer_than_the_run_allows(monkeypatch):
     assert told == [timedelta(seconds=7)]
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_a_slow_device_may_take_longer_than_a_collective(in_turn):
-    config = replace(SMALL, scaling="none", in_turn=in_turn)
-    results, _ = run_on_ranks(local_ranks.matmul_beside_a_slow_rank, config, 2)
-    assert all(result["flops_per_s"]["fp32"] > 0 for result in results)
+def test_a_slow_device_may_take_longer_than_a_collective():
+    configs = [replace(SMALL, scaling="none", in_turn=in_turn) for in_turn in (False, True)]
+    results, _ = run_on_ranks(local_ranks.matmul_beside_a_slow_rank, configs, 2)
+    assert all(one["flops_per_s"]["fp32"] > 0 for found in results for one in found)

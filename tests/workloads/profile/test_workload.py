@@ -118,12 +118,12 @@ def test_equal_operators_are_measured_once():
 
 def test_attention_is_measured_whole_and_by_heads():
     points = [
-        p for p in points_of(captured_model("vit_b_16", 2), [1, 2], [2]) if "n_heads" in p.key
+        p for p in points_of(captured_model("vit_b_16", 8), [1, 2], [2]) if "n_heads" in p.key
     ]
     assert [(p.shape["sample"], p.dim, p.size) for p in points] == [
-        (2, "", 0),
-        (2, "heads", 6),
-        (1, "", 0),
+        (8, "", 0),
+        (8, "heads", 6),
+        (4, "", 0),
     ]
     assert "heads" not in points[0].shape
     assert points[1].shape["heads"] == 6
@@ -172,13 +172,13 @@ def test_the_standard_strategies_find_every_time_measured(model, n_microbatches,
 
 
 def test_half_the_heads_take_their_measured_time_not_half():
-    graph = captured_model("vit_b_16", 2)
+    graph = captured_model("vit_b_16", 8)
     points = points_of(graph, [1], [2])
     profile = as_profile(graph, points)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
-    costs = Costs(graph, profile, cluster, 2, SimulatorOptions())
+    costs = Costs(graph, profile, cluster, 8, SimulatorOptions())
     op, name = next((i, op.name) for i, op in enumerate(graph.operators) if op.kind == "attention")
-    part = tensor_parallel(graph, cluster, 2).operators[name]
+    part = tensor_parallel(graph, cluster, 8).operators[name]
     assert part.partition == {"heads": 2}
     assert costs.operator(op, part).forward_s.tolist() == [1e-3, 1e-3]
 

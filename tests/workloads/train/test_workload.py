@@ -201,18 +201,11 @@ def test_the_table_names_the_run(two_ranks):
         assert word in text
 
 
-def test_unequal_replicas_make_the_run_invalid():
-    results, _ = run_on_ranks(
-        train_on_ranks.train_with_a_changed_replica, replace(CASE, steps=2), 2
-    )
-    for message in results:
-        assert message.startswith("VerificationError: replicas differ: ranks 0 and 1 hold unequal")
-
-
-def test_ranks_with_unequal_data_are_refused():
-    results, _ = run_on_ranks(train_on_ranks.train_on_unequal_data, CASE, 2)
-    for message in results:
-        assert message.startswith("DataError: --data synthetic has 40 samples on rank 0 and 41 on")
+def test_ranks_with_unequal_data_are_refused_and_unequal_replicas_make_the_run_invalid():
+    results, _ = run_on_ranks(train_on_ranks.refused_trainings, replace(CASE, steps=2), 2)
+    for data, replicas in results:
+        assert data.startswith("DataError: --data synthetic has 40 samples on rank 0 and 41 on")
+        assert replicas.startswith("VerificationError: replicas differ: ranks 0 and 1 hold unequal")
 
 
 def test_epochs_are_timed():
