@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import tyro
@@ -39,7 +38,7 @@ class Options:
     """Any of them."""
     dtype: str = "bf16"
     """fp32, tf32, bf16 or fp16."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object for each batch."""
 
 
@@ -120,7 +119,7 @@ def main(options: Options) -> None:
             }
             if n in found:
                 row |= {"predicted": found[n] * 1e3, "error": found[n] / step.step_s - 1}
-            if options.as_json:
+            if options.json:
                 print(json.dumps(row), flush=True)
             else:
                 told = f", predicted {row['error']:+.0%}" if n in found else ""

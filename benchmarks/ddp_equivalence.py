@@ -21,10 +21,10 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
-from comparison import provenance, show
+from comparison import compare_extremes, show
 from safetensors.torch import load_file
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ class Options:
     """Precision of the training: fp32 or fp64."""
     tolerance: float = 0.0
     """Tolerated difference, by the order of sums; 0 means 1e-5, in fp64 1e-10."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object per comparison."""
 
 
@@ -97,18 +97,13 @@ def compare_models(model: str, options: Options) -> list[dict[str, object]]:
         models = train(model, options, Path(directory))
         for n_ranks in options.ranks:
             largest, n_parameters = difference(models[1], models[n_ranks])
-            comparisons.append(
-                {
-                    "name": f"ddp on {n_ranks} ranks against one, {model} {options.dtype}, "
-                    f"{options.steps} steps of {options.learning_rate:g}: largest difference "
-                    f"{largest:.2g} over {tolerance:g}",
-                    "ratio": largest / tolerance,
-                    "low": largest / tolerance,
-                    "high": largest / tolerance,
-                    "n_pairs": n_parameters,
-                    **provenance(),
-                }
+            name = (
+                f"ddp on {n_ranks} ranks against one, {model} {options.dtype}, {options.steps} "
+                f"steps of {options.learning_rate:g}: largest difference {largest:.2g} over "
+                f"{tolerance:g}"
             )
+            found = compare_extremes(name, [largest / tolerance])
+            comparisons.append(found | {"n_pairs": n_parameters})
     return comparisons
 
 
@@ -117,7 +112,7 @@ def main(options: Options) -> int:
     is_unequal = False
     for model in options.models:
         comparisons = compare_models(model, options)
-        show(comparisons, as_json=options.as_json)
+        show(comparisons, as_json=options.json)
         is_unequal |= any(float(str(one["ratio"])) > 1 for one in comparisons)
     return int(is_unequal)
 

@@ -32,7 +32,7 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from comparison import compare, joined, show
@@ -65,7 +65,7 @@ class Options:
     """Approximate duration of a block."""
     quick: bool = False
     """Smoke test: a few cases, two short blocks each."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object per comparison."""
 
 
@@ -200,7 +200,7 @@ def main(options: Options) -> None:
             if not is_wanted(case, options):
                 continue
             found = measure(case, options, world)
-            if world.is_first and options.as_json:
+            if world.is_first and options.json:
                 show(found, as_json=True)
             elif world.is_first:
                 print(*map(table_line, found), sep="\n", flush=True)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import msgspec
 import torch
 from executor_models import LONG_GROUPS, chain, long_llama, tensor_gpt, tensor_mlp, whole
-from executor_sharded import sharded_makers
+from executor_sharded import any_cluster, sharded_makers
 from executor_sides import (
     MakeSides,
     Side,
@@ -24,7 +24,6 @@ from executor_sides import (
 )
 from torch import nn
 
-from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import KEY_FORMS, KeyForm
 from harness.domain.partition import REPLICA
@@ -81,9 +80,8 @@ def cases(world: World) -> Iterator[Case]:
 def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
     def sides() -> list[Side]:
         task, batch = whole(model), _PER_RANK[model] * world.size
-        cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
         graph = capture(task, batch, model).graph
-        strategy = builders.ddp(graph, cluster, batch)
+        strategy = builders.ddp(graph, any_cluster(world), batch)
         stock = [stock_ddp(task, world, batch)] if world.size > 1 else []
         return [ours(task, world, strategy), *stock, bare(task, world, batch)]
 
@@ -129,8 +127,7 @@ def _tensor_gpt(world: World) -> Case:
     def sides() -> list[Side]:
         task, batch = tensor_gpt(2), 8 * world.size
         graph = capture(task, batch, "gpt").graph
-        cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
-        strategy = builders.tensor_parallel(graph, cluster, batch)
+        strategy = builders.tensor_parallel(graph, any_cluster(world), batch)
         return [ours(task, world, strategy), tensor_parallel(task, world, batch)]
 
     return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
@@ -141,8 +138,7 @@ def _keys(world: World) -> Case:
         def make() -> Side:
             task = long_llama()
             graph = capture(task, 1, "llama").graph
-            cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
-            strategy = builders.tensor_parallel(graph, cluster, 1)
+            strategy = builders.tensor_parallel(graph, any_cluster(world), 1)
             plans = {
                 op.name: msgspec.structs.replace(strategy.operators[op.name], keys=keys)
                 for op in graph.operators

@@ -48,14 +48,20 @@ def sharded_makers(task: Task, world: World, batch: int) -> list[Callable[[], Si
     ]
 
 
+def any_cluster(world: World) -> Cluster:
+    """A device for each rank."""
+    return Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+
+
 def largest_child_bytes(model: nn.Module) -> int:
     return max(sum(p.nbytes for p in child.parameters()) for child in model.children())
 
 
 def sharded(task: Task, world: World, batch: int, state: ShardState, unit_bytes: int) -> EngineSide:
-    cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
     graph = capture(task, batch, "model").graph
-    strategy = msgspec.structs.replace(builders.ddp(graph, cluster, batch), shard_state=state)
+    strategy = msgspec.structs.replace(
+        builders.ddp(graph, any_cluster(world), batch), shard_state=state
+    )
     return ours(task, world, strategy, bucket_bytes=unit_bytes)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import provenance
-from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, RUN_S, Bed, Fault, train
+from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, QUICK, RUN_S, Bed, Fault, train
 from faults_cluster import N_NODES, ROOT, Cluster, end, wait_until_gone
 
 from harness.measure.store import read_header, read_records
@@ -255,7 +255,7 @@ def _chosen(args: argparse.Namespace) -> list[Fault]:
         if unknown := set(args.only) - {fault.name for fault in FAULTS}:
             raise SystemExit(f"faults: there is no {', '.join(sorted(unknown))}")
         return [fault for fault in FAULTS if fault.name in args.only]
-    return [fault for fault in FAULTS if fault.is_quick or not args.quick]
+    return [fault for fault in FAULTS if fault.name in QUICK or not args.quick]
 
 
 def _needs_plans(fault: Fault) -> bool:

@@ -53,15 +53,14 @@ class Fault:
         flags: of the virtual cluster.
         private: nodes with a separate small disk for results.
         at: the workload whose run is struck; default: that of the command.
-        is_quick: part of --quick.
     """
 
     name: str
     title: str
     words: tuple[str, ...]
     inject: Act
-    limit_s: float
-    limit: str
+    limit_s: float = AT_ONCE_S
+    limit: str = "at once"
     node: int | None = 1
     heal: Act | None = None
     before: bool = False
@@ -73,7 +72,6 @@ class Fault:
     flags: tuple[str, ...] = ()
     private: tuple[int, ...] = ()
     at: str = ""
-    is_quick: bool = True
 
     @property
     def workload(self) -> str:
@@ -183,115 +181,102 @@ def _cut_for_a_while(bed: Bed) -> None:
 
 _SILENT = (r"silent|last heard|no heartbeat|no sign",)
 _CHECK = (r"check_nodes\.sh",)
+_FULL = ("No space left on device",)
 
 
-def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool = False) -> Fault:
-    where = "rank 0's node" if node == 0 else "a node"
+def _silent(
+    name: str, title: str, words: tuple[str, ...], inject: Act, heal: Act, **more: object
+) -> Fault:
+    """A rank is no longer heard."""
     return Fault(
-        name=f"cut-{workload}" if node else f"cut-first-{workload}",
-        title=f"the link of {where} is cut for good", words=words, node=node if node else None,
-        inject=_fault("cut", node), heal=_fault("heal", node), limit_s=HEARTBEAT_S,
-        limit="heartbeat", reason=_SILENT, statuses=("timeout",), cuts_off=True,
-        is_quick=is_quick,
-    )  # fmt: skip
-
-
-def _stopped(name: str, title: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
-    return Fault(
-        name=name, title=title, words=words, inject=_signal(Cluster.first_process, signal.SIGSTOP),
-        heal=_continue, limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
-        statuses=("timeout", "crash"),
-        is_quick=is_quick,
-    )  # fmt: skip
-
-
-def _broken(name: str, title: str, act: Act, *reason: str, limit_s: float = AT_ONCE_S,
-            limit: str = "at once", statuses: tuple[str, ...] = ("crash",),
-            **more: object) -> Fault:  # fmt: skip
-    """A fault of one rank's training process."""
-    return Fault(
-        name=name, title=title, words=more.pop("words", DDP), inject=act, limit_s=limit_s,
-        limit=limit, reason=(r"rank 1\b", *reason), statuses=statuses, **more,
+        name=name, title=title, words=words, inject=inject, heal=heal, limit_s=HEARTBEAT_S,
+        limit="heartbeat", **{"reason": _SILENT, "statuses": ("timeout",), **more},
     )  # type: ignore[arg-type]  # fmt: skip
 
 
+def _cut(workload: str, words: tuple[str, ...], *, node: int = 1) -> Fault:
+    where = "rank 0's node" if node == 0 else "a node"
+    return _silent(
+        f"cut-{workload}" if node else f"cut-first-{workload}",
+        f"the link of {where} is cut for good", words, _fault("cut", node), _fault("heal", node),
+        node=node or None, cuts_off=True,
+    )  # fmt: skip
+
+
+def _frozen(name: str, words: tuple[str, ...]) -> Fault:
+    title = "every process of a host stops"
+    return _silent(name, title, words, _fault("freeze"), _fault("heal"), cuts_off=True)
+
+
+def _stopped(name: str, words: tuple[str, ...]) -> Fault:
+    return _silent(
+        name, "a rank's first process is stopped", words,
+        _signal(Cluster.first_process, signal.SIGSTOP), _continue, reason=(r"rank 1\b",),
+        statuses=("timeout", "crash"),
+    )  # fmt: skip
+
+
+def _broken(name: str, title: str, act: Act, *reason: str, **more: object) -> Fault:
+    """A fault of rank 1's processes."""
+    given = {"words": DDP, "reason": (r"rank 1\b", *reason), **more}
+    return Fault(name=name, title=title, inject=act, **given)  # type: ignore[arg-type]
+
+
 FAULTS = [
-    _cut("ddp", DDP, is_quick=True),
+    _cut("ddp", DDP),
     _cut("pipeline", train("pipeline", "--microbatches", "3")),
     _cut("searched", train("searched")),
-    _cut("links", LINKS, is_quick=True),
+    _cut("links", LINKS),
     _cut("matmul", MATMUL),
     _cut("profile", PROFILE),
     _cut("search", SEARCH),
-    _cut("ddp", DDP, node=0, is_quick=True),
+    _cut("ddp", DDP, node=0),
     Fault(
         name="cut-and-back", title="the link of a node is cut for 4 s",
         words=train("ddp", "--steps", "50"),
         inject=_cut_for_a_while, limit_s=RUN_S, limit="run timeout", statuses=("ok",),
         exit_codes=(0,), node=None,
-        is_quick=False,
     ),
-    Fault(
-        name="frozen-host", title="every process of a host stops", words=DDP,
-        inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
-        reason=_SILENT, statuses=("timeout",), cuts_off=True,
-        is_quick=False,
-    ),
-    Fault(
-        name="frozen-host-links", title="every process of a host stops", words=LINKS,
-        inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
-        reason=_SILENT, statuses=("timeout",), cuts_off=True, is_quick=False,
-    ),
-    _stopped("first-stopped", "a rank's first process is stopped", DDP, is_quick=True),
-    _stopped("first-stopped-links", "a rank's first process is stopped", LINKS),
+    _frozen("frozen-host", DDP),
+    _frozen("frozen-host-links", LINKS),
+    _stopped("first-stopped", DDP),
+    _stopped("first-stopped-links", LINKS),
     _broken("training-stopped", "a rank's training process is stopped",
             _signal(Cluster.training_process, signal.SIGSTOP), limit_s=COLLECTIVE_S,
             limit="collective timeout"),
     _broken("asleep", "a rank sleeps in the user's model", _model("sleep"),
-            limit_s=COLLECTIVE_S, limit="collective timeout", is_quick=False),
+            limit_s=COLLECTIVE_S, limit="collective timeout"),
     _broken("asleep-pipeline", "a rank sleeps in the user's model", _model("sleep"),
-            limit_s=COLLECTIVE_S, limit="collective timeout", words=train("pipeline"),
-            is_quick=False),
-    Fault(
-        name="first-killed", title="a rank's first process is killed", words=DDP,
-        inject=_signal(Cluster.first_process, signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
-        reason=(r"rank 1\b", "SIGKILL|signal 9"),
-    ),
+            limit_s=COLLECTIVE_S, limit="collective timeout", words=train("pipeline")),
+    _broken("first-killed", "a rank's first process is killed",
+            _signal(Cluster.first_process, signal.SIGKILL), "SIGKILL|signal 9"),
     Fault(
         name="first-killed-rank0", title="rank 0's first process is killed", words=DDP, node=0,
-        inject=_signal(Cluster.first_process, signal.SIGKILL, 0), limit_s=AT_ONCE_S,
-        limit="at once",
+        inject=_signal(Cluster.first_process, signal.SIGKILL, 0),
     ),
-    Fault(
-        name="agent-stopped", title="a rank's agent is stopped", words=DDP,
-        inject=_signal(Cluster.agent, signal.SIGSTOP), heal=_continue, limit_s=HEARTBEAT_S,
-        limit="heartbeat", reason=_SILENT, statuses=("timeout",), is_quick=False,
-    ),
-    Fault(
-        name="agent-killed", title="a rank's agent is killed", words=DDP,
-        inject=_signal(Cluster.agent, signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
-        reason=(r"rank 1\b", "killed"), is_quick=False,
-    ),
+    _silent("agent-stopped", "a rank's agent is stopped", DDP,
+            _signal(Cluster.agent, signal.SIGSTOP), _continue),
+    _broken("agent-killed", "a rank's agent is killed", _signal(Cluster.agent, signal.SIGKILL),
+            "killed"),
     _broken("training-killed", "a rank's training process is killed",
             _signal(Cluster.training_process, signal.SIGKILL), "SIGKILL"),
     _broken("raises", "a rank raises in the user's model", _model("raise"), "has a bug"),
     _broken("raises-at-build", "a rank raises while the user's model is built", _model("build"),
             "cannot be built", before=True, limit_s=60.0, limit="start-up",
-            statuses=("crash", "invalid"), is_quick=False),
+            statuses=("crash", "invalid")),
     _broken("exits", "a rank's training process leaves by os._exit(3)", _model("exit"),
-            "exit code 3", is_quick=False),
+            "exit code 3"),
     Fault(
         name="nan", title="a rank's part of the loss becomes NaN",
         words=train("ddp", "--steps", "200"), inject=_model("nan"), limit_s=RUN_S,
         limit="run timeout", statuses=("invalid",), reason=("the loss is nan",), node=None,
-        is_quick=False,
     ),
     _broken("training-memory", "a rank's training process outgrows its node's 1.5 GiB",
             _model("memory"), "memory", statuses=("oom",), limit_s=30.0, exit_codes=(0,),
             limit="as long as filling takes", flags=("--memory", "4GiB,1536MiB,4GiB")),
     Fault(
         name="sshd-killed", title="sshd of a host and its sessions are killed during a run",
-        words=DDP, inject=_kill_sshd(1), limit_s=AT_ONCE_S, limit="at once", message=_CHECK,
+        words=DDP, inject=_kill_sshd(1), message=_CHECK,
     ),
     Fault(
         name="sshd-dead", title="sshd of a host is dead before the launch", words=DDP,
@@ -313,25 +298,20 @@ FAULTS = [
         name="orted-missing", title="one host has no MPI daemon", words=DDP,
         inject=_hide(1, "orted"), heal=_show(1, "orted"), before=True, limit_s=20.0,
         limit="start-up", statuses=(None,), message=_CHECK,
-        is_quick=False,
     ),
     Fault(
         name="disk-full-rank0", title="rank 0's disk fills up while records are written",
-        words=DDP, inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=AT_ONCE_S,
-        limit="at once", reason=("No space left on device",),
-        message=("No space left on device",),
+        words=DDP, inject=_fill(0), heal=_empty(0), private=(0,), node=0,
+        reason=_FULL, message=_FULL,
     ),
     Fault(
         name="disk-full", title="another rank's disk fills up", words=DDP, inject=_fill(1),
-        heal=_empty(1), private=(1,), limit_s=AT_ONCE_S, limit="at once",
-        reason=("No space left on device",), message=("No space left on device",),
-        is_quick=False,
+        heal=_empty(1), private=(1,), reason=_FULL, message=_FULL,
     ),
     Fault(
         name="disk-full-links", title="rank 0's disk fills up during links", words=LINKS,
         inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=RUN_S,
-        limit="run timeout", reason=("No space left on device",),
-        message=("No space left on device",), is_quick=False,
+        limit="run timeout", reason=_FULL, message=_FULL,
     ),
     Fault(
         name="memory-small", title="a node has 150 MiB, too few for a rank's first process",
@@ -344,22 +324,25 @@ FAULTS = [
                "--steps", "3"),
         inject=_nothing, before=True, flags=("--memory", "900MiB"), limit_s=300.0,
         limit="as long as links take", statuses=("oom",), message=("memory",), node=None,
-        exit_codes=(0,), at="profile", is_quick=False,
+        exit_codes=(0,), at="profile",
     ),
     Fault(
         name="ctrl-c", title="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),
-        limit_s=AT_ONCE_S, limit="at once", statuses=("interrupted",), node=None,
+        statuses=("interrupted",), node=None,
     ),
     Fault(
         name="sigterm", title="SIGTERM to mpirun", words=DDP,
-        inject=_signal_mpirun(signal.SIGTERM), limit_s=AT_ONCE_S, limit="at once",
-        statuses=("interrupted",), node=None,
-        is_quick=False,
+        inject=_signal_mpirun(signal.SIGTERM), statuses=("interrupted",), node=None,
     ),
     Fault(
         name="header-removed", title="run.json is deleted during the run",
         words=train("ddp", "--steps", "40"), inject=_remove_header, limit_s=RUN_S,
         limit="run timeout", statuses=("ok",), exit_codes=(0,), node=None,
-        is_quick=False,
     ),
 ]  # fmt: skip
+# Of --quick.
+QUICK = {
+    "cut-ddp", "cut-links", "cut-first-ddp", "first-stopped", "training-stopped", "first-killed",
+    "first-killed-rank0", "training-killed", "raises", "training-memory", "sshd-killed",
+    "sshd-dead", "host-cut-before", "python-missing", "disk-full-rank0", "memory-small", "ctrl-c",
+}  # fmt: skip

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 import tyro
@@ -57,7 +57,7 @@ class Options:
     """Size of the messages and of the all-reduce."""
     iperf_port: int = 5201
     """Free port on the second host."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object per line."""
 
 
@@ -148,7 +148,7 @@ def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[st
 
 def report(options: Options, world: World, series: dict[str, list[float]]) -> None:
     """Print the ratio of every series to iperf3's; rank 0 only."""
-    if not options.as_json:
+    if not options.json:
         for name, rates in series.items():
             print(f"{name:20} {format_bandwidth(median(rates))}")
     place = f"{world.size} ranks on {len(set(world.hostnames))} hosts of {machine()}"
@@ -159,7 +159,7 @@ def report(options: Options, world: World, series: dict[str, list[float]]) -> No
                     place=place)
             for name in names
         ],
-        as_json=options.as_json,
+        as_json=options.json,
     )  # fmt: skip
 
 

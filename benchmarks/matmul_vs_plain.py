@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated
 
 import torch
 import tyro
@@ -36,7 +35,7 @@ class Options:
     """Number of measurements of each."""
     samples: int = 20
     """Products per measurement."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object."""
 
 
@@ -91,11 +90,11 @@ def main(options: Options) -> None:
                     ours.append(harness_time(size, dtype, device, options.samples))
                 else:
                     plain.append(plain_time(size, dtype, device, options.samples, is_cold))
-    if not options.as_json:
+    if not options.json:
         rates = [format_flops(2.0 * size**3 / median(times)) for times in (ours, plain)]
         print(f"workload {rates[0]}, plain loop {rates[1]}{', cold cache' if is_cold else ''}")
     name = f"matmul {dtype} {size}: workload / plain torch.matmul loop, time"
-    show([compare(name, ours, plain)], as_json=options.as_json)
+    show([compare(name, ours, plain)], as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Options:
     disturbance then affects both blocks of a pair."""
     block_s: float = 0.3
     """Approximate duration of a block, at least one step; each block has its own device reading."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object."""
 
 
@@ -165,7 +165,7 @@ def main(options: Options) -> None:
             compare_costs(f"{name}, wall time", [(a.wall_s, b.wall_s) for a, b in pairs]),
             compare_costs(f"{name}, CPU time", [(a.cpu_s, b.cpu_s) for a, b in pairs]),
         ]
-        show(comparisons, as_json=options.as_json)
+        show(comparisons, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from comparison import compare, show
@@ -31,7 +30,7 @@ from harness.measure.store import Run, read_results
 class Options:
     results: tyro.conf.Positional[Path]
     """Results directory with train runs of ddp."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object per comparison."""
 
 
@@ -87,7 +86,7 @@ def main(options: Options) -> int:
         compare("exposed by spans / by no_sync", by_spans, by_difference, place=where),
         compare("exposed and slowed compute / by no_sync", both, by_difference, place=where),
     ]
-    show(comparisons, as_json=options.as_json)
+    show(comparisons, as_json=options.json)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Benchmark the planner under the simulator: oracle, delta, DLRM, scaling.
+"""Benchmark the planner under the simulator: oracle, delta, DLRM.
 
-    python benchmarks/planner_simulator.py [oracle delta dlrm scaling] [--json] [--quick]
+    python benchmarks/planner_simulator.py [oracle delta dlrm] [--json] [--quick]
 
 oracle    ratio of step times: searches (without enumeration) over the optimum by enumeration, on
           random small problems with branches, different devices and links, and memory limits
@@ -8,8 +8,6 @@ delta     ratio of CPU times: changing one operator in an existing simulation ov
           the results must be equal
 dlrm      8 tables of 1000000 x 64, MLPs 64-512-512-64 and 576-1024-1024-1024-1, batch 1024, on 4
           devices of 12 GB: the plan found, compared with data parallelism and tables on devices
-scaling   predictions of epochs on 2 and 3 GPUs from 1-GPU epochs, compared with measurements (needs
-          the logs, --logs), and for a cluster with a slower GPU and a 1 Gbit/s link
 """
 
 from __future__ import annotations
@@ -21,40 +19,23 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from comparison import compare, compare_extremes
 from planner_cases import enumerated_step_s, random_request
-from planner_scaling import (
-    EpochPrediction,
-    Training,
-    ethernet_cluster,
-    implied_bandwidth,
-    predict_epoch,
-    read_all_reduce_s,
-    read_epoch_log,
-    ring_bytes,
-)
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PlanError
-from harness.measure.text import table
 from harness.plan.costs import PlanRequest
 from harness.plan.estimates import DeviceRates, DlrmSizes, dlrm_graph, roofline_profile
 from harness.plan.portfolio import search_portfolio
-from harness.plan.report import describe_strategy
+from harness.plan.report import describe_strategy, result_lines
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import EventTimes, Simulator, Trial
-from harness.units import format_bandwidth, format_duration
+from harness.units import format_duration
 
-LOGS = Path(__file__).parents[2] / "shared" / "data" / "tesla_logs"
-VIT_B16_PARAMETER_BYTES = 4 * 86_600_000
-IMAGES, WEAK_IMAGES = 50_000, 5_000  # an epoch; a tenth of it per GPU
-TEN_GBIT, ONE_GBIT = 1.25e9, 1.25e8
 P100_12GB = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)  # data sheet
 
 
@@ -64,14 +45,9 @@ class Report:
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str) -> None:
         if not self.as_json:
             print(text, flush=True)
-
-    def rows(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        for line in table(list(header), [list(row) for row in rows]):
-            self.say(line)
-        self.say()
 
     def add(self, found: dict[str, object]) -> None:
         if self.as_json:
@@ -157,7 +133,7 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
     options = SimulatorOptions(optimizer_s_per_byte=3 / P100_12GB.memory_bytes_per_s)
     for name, n_nodes, n_devices, rate in (
         ("one node, 12 GB/s", 1, 4, 12e9),
-        ("four nodes, 10 Gbit/s", 4, 1, TEN_GBIT),
+        ("four nodes, 10 Gbit/s", 4, 1, 1.25e9),
     ):
         cluster = Cluster.uniform(
             n_nodes,
@@ -173,128 +149,24 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
         found = search_portfolio(request, options=options).result()
         assert isinstance(found.strategy, Strategy)
         report.say(f"dlrm, {name}: {describe_strategy(found.strategy, graph)} ({found.method})")
-        rows = [["this plan", format_duration(found.predicted_step_s), "1.00"]]
-        for runner in found.runners_up:
-            if runner.step_s is not None:
-                share = runner.step_s / found.predicted_step_s
-                rows.append([runner.name, format_duration(runner.step_s), f"{share:.2f}"])
-        report.rows(["strategy", "step", "times best"], rows)
-        for line in found.explanation:
-            report.say(f"  {line}")
-        report.say()
+        report.say("\n".join([*result_lines(found), ""]))
         ratio = 1 / found.speedup_over_ddp
         report.add(compare_extremes(f"dlrm {name}: plan / data parallel", [ratio]))
-
-
-def run_scaling(report: Report, *, logs: Path) -> None:
-    """Run the scaling section: predictions at the line rate, and at the rate in the step log."""
-    if not logs.is_dir():
-        report.say(f"scaling: skipped, {logs} is not here\n")
-        return
-    all_reduce_s = read_all_reduce_s(logs / "vit_b16_3gpu_deepspeed_steps.log")
-    wire = ring_bytes(VIT_B16_PARAMETER_BYTES, 3) / all_reduce_s
-    report.say(
-        "scaling: ViT-B/16, batch 16 a GPU, ZeRO-0 (all-reduce after the backward pass), predicted "
-        f"from 1-GPU epochs;\n  the 3-GPU step log shows an all-reduce of "
-        f"{format_duration(all_reduce_s)}, that is {format_bandwidth(wire)} each way, "
-        f"{wire / TEN_GBIT:.0%} of 10 Gbit/s"
-    )
-    rows, implied_rates = [], []
-    for mode in ("strong", "weak"):
-        per_gpu = IMAGES if mode == "strong" else WEAK_IMAGES
-        one = read_epoch_log(logs / f"vit_b16_{mode}_1gpu.csv")
-        training = Training(
-            parameter_bytes=VIT_B16_PARAMETER_BYTES,
-            batch_per_device=16,
-            sample_s={one.kinds[0]: one.epoch_s / per_gpu},
-        )
-        for n in (2, 3):
-            log = read_epoch_log(logs / f"vit_b16_{mode}_{n}gpu.csv")
-            samples = per_gpu if mode == "strong" else n * per_gpu
-            at = [_predict(log.kinds, rate, training, samples) for rate in (TEN_GBIT, wire)]
-            implied = implied_bandwidth(at[0], log.epoch_s, ring_bytes(VIT_B16_PARAMETER_BYTES, n))
-            implied_rates.append(implied / TEN_GBIT)
-            errors = [p.epoch_s / log.epoch_s - 1 for p in at]
-            rows.append(
-                [
-                    mode,
-                    str(n),
-                    f"{log.epoch_s:.1f} s",
-                    f"{at[0].epoch_s:.1f} s",
-                    f"{errors[0]:+.1%}",
-                    f"{at[1].epoch_s:.1f} s",
-                    f"{errors[1]:+.1%}",
-                    format_bandwidth(implied),
-                    f"{log.spread:.1%}",
-                ]
-            )
-            ratio = at[0].epoch_s / log.epoch_s
-            name = f"{mode} scaling on {n} GPUs: predicted / measured epoch"
-            report.add(compare_extremes(name, [ratio]))
-    report.rows(
-        ["scaling", "GPUs", "measured", "at 10 Gbit/s", "error", "at the log's rate", "error",
-         "rate that explains it", "spread"],
-        rows,
-    )  # fmt: skip
-    report.say(
-        f"  Cause of the error at the line rate: the measured epochs imply "
-        f"{min(implied_rates):.0%} to {max(implied_rates):.0%} of it,\n  and the step log, a "
-        f"measurement of its own, {wire / TEN_GBIT:.0%}: the rest is the protocol's. The epochs "
-        f"themselves spread by the\n  last column (largest against median).\n"
-    )
-    _unlike(report, training)
-
-
-def _predict(
-    kinds: Sequence[str], rate: float, training: Training, samples: int
-) -> EpochPrediction:
-    cluster = ethernet_cluster(kinds, nic_bytes_per_s=rate)
-    return predict_epoch(cluster, training, samples=samples)
-
-
-def _unlike(report: Report, training: Training) -> None:
-    """Predict epochs on clusters without measurements."""
-    kind = next(iter(training.sample_s))
-    rows = []
-    for name, speeds, rates in (
-        ("3 alike, 10 Gbit/s", [1.0, 1.0, 1.0], [TEN_GBIT] * 3),
-        ("one GPU half as fast", [1.0, 1.0, 0.5], [TEN_GBIT] * 3),
-        ("one link of 1 Gbit/s", [1.0, 1.0, 1.0], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
-        ("both", [1.0, 1.0, 0.5], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
-    ):
-        cluster = ethernet_cluster([kind] * 3, nic_bytes_per_s=rates, speeds=speeds)
-        even = predict_epoch(cluster, training, samples=IMAGES)
-        fair = predict_epoch(cluster, training, samples=IMAGES, balanced=True)
-        rows.append(
-            [
-                name,
-                f"{even.epoch_s:.0f} s",
-                f"{even.exposed_s / even.step_s:.0%}",
-                f"{fair.epoch_s:.0f} s",
-            ]
-        )
-    report.rows(["cluster", "epoch", "exposed communication", "samples by speed"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts: dict[str, Callable[[Report, argparse.Namespace], None]] = {
-        "oracle": lambda report, args: run_oracle(report, quick=args.quick),
-        "delta": lambda report, args: run_delta(report, quick=args.quick),
-        "dlrm": lambda report, args: run_dlrm(report, quick=args.quick),
-        "scaling": lambda report, args: run_scaling(report, logs=args.logs),
-    }
+    parts = {"oracle": run_oracle, "delta": run_delta, "dlrm": run_dlrm}
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="which; default: all")
     parser.add_argument("--json", action="store_true", help="one object per comparison")
     parser.add_argument("--quick", action="store_true", help="few cases, to try the program")
-    parser.add_argument("--logs", type=Path, default=LOGS, metavar="DIR", help="measured epochs")
     args = parser.parse_args()
     report = Report(as_json=args.json)
     try:
         for name in args.parts or parts:
-            parts[name](report, args)
+            parts[name](report, quick=args.quick)
     except HarnessError as error:
         sys.exit(f"planner_simulator: {error}")
 

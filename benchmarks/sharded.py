@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from comparison import compare
@@ -63,7 +63,7 @@ class Options:
     """Time for rounds of the runs in turn."""
     two_each: bool = False
     """Train on two nodes with two ranks each, at 100 Mbit/s."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json: bool = False
     """Print one JSON object per comparison."""
 
     @property
@@ -137,7 +137,7 @@ def main(options: Options) -> int:
             "step_s": median(own_s),
             "load": os.getloadavg()[0],
         }
-        print(json.dumps(found) if options.as_json else text(found), flush=True)
+        print(json.dumps(found) if options.json else text(found), flush=True)
     return 0
 
 
