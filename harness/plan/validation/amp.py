@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from tokenize import TokenError
@@ -25,18 +25,10 @@ from harness.errors import DataError
 from harness.inputs import find_ints, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import (
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-    fit_amounts,
-)
+from harness.plan.validation import points
 
 _COLUMNS = ("experiment", "tp", "dp", "pp", "microbatch", "partition", "predicted_s", "measured_s")
 _MOST_LAYERS, _MOST_PARTS = 10_000, 64
@@ -160,7 +152,7 @@ class _AmpExperiment:
         self.known = _EXPERIMENTS[name]
         self._times = _layer_seconds(folder, self.known)
         self._is_heavy = self._times >= self._times.max() / 4
-        self._simulators: dict[tuple[object, ...], Simulator] = {}
+        self._simulator = cache(self._make_simulator)
         self.calibrating = _calibrating(trials)
         self.fit = _Fit(0.0, self.known.inside_bytes_per_s, self.known.heavy_parameters)
         self.fit = self._fitted()
@@ -183,7 +175,7 @@ class _AmpExperiment:
             rest.append(max(1e-6, (trial.measured_s or 0.0) - base))
         if not terms:
             return self.fit
-        fixed_s, share = fit_amounts(terms, rest)
+        fixed_s, share = points.fit_amounts(terms, rest)
         if not is_size_known:
             return none._replace(fixed_s=fixed_s, parameters=share * _TRIED_PARAMETERS)
         inside = _TRIED_BYTES_PER_S / share if share else _FAST_BYTES_PER_S
@@ -210,27 +202,22 @@ class _AmpExperiment:
         layers[-1] = PlannedLayer(layers[-1].name, 0, 4)
         return layers
 
-    def case(self, trial: _AmpTrial, fit: _Fit | None = None) -> SimulatedRun:
+    def case(self, trial: _AmpTrial, fit: _Fit | None = None) -> points.SimulatedRun:
         """At some amounts, or at the calibrated ones."""
         layout, known, fit = trial.layout, self.known, fit or self.fit
         if layout.n_devices != _N_NODES * _N_EACH:
-            raise NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
+            raise points.NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
         if trial.n_layers != len(self._times):
-            raise NotExpressedError(
+            raise points.NotExpressedError(
                 f"its partition is of {trial.n_layers} layers, {known.model} has {len(self._times)}"
             )
-        if known.batch % (trial.microbatch * layout.dp):
-            raise NotExpressedError("its batch is no multiple of its microbatches")
-        key = layout.tp, trial.microbatch, fit
-        if key not in self._simulators:
-            self._simulators[key] = self._make_simulator(layout.tp, trial.microbatch, fit)
-        strategy = profiled_layout(
+        points.check_microbatches(known.batch, trial.microbatch, layout.dp)
+        return points.laid_out(
+            self._simulator(layout.tp, trial.microbatch, fit),
             replace(layout, cuts=tuple(2 * cut for cut in layout.cuts or ())),
-            self._simulators[key],
             known.batch,
             n_microbatches=known.batch // (trial.microbatch * layout.dp),
         )
-        return SimulatedRun(self._simulators[key], strategy)
 
     def _make_simulator(self, tp: int, samples: int, fit: _Fit) -> Simulator:
         row = []
@@ -257,7 +244,9 @@ class _AmpExperiment:
             reserved_bytes=_RESERVED_BYTES,
         )
         layers, times = self._layers(fit.parameters, tp), {TimeKey(known.gpu, samples, tp): row}
-        return chain_simulator(known.model, layers, times, cluster, options, n_parts=_MOST_PARTS)
+        return points.chain_simulator(
+            known.model, layers, times, cluster, options, n_parts=_MOST_PARTS
+        )
 
 
 def _calibrating(trials: Sequence[_AmpTrial]) -> list[_AmpTrial]:
@@ -308,22 +297,22 @@ def _parse(row: Row) -> _AmpTrial:
     )
 
 
-def _unknown(name: str) -> SimulatedRun:
-    raise NotExpressedError(f"experiment {shorten(name)} has no known model and cluster")
+def _unknown(name: str) -> points.SimulatedRun:
+    raise points.NotExpressedError(f"experiment {shorten(name)} has no known model and cluster")
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All experiments of a folder."""
     groups: dict[str, list[_AmpTrial]] = {}
     for row in read_tables(folder, _COLUMNS):
         groups.setdefault(row.text("experiment"), []).append(_parse(row))
-    points: list[MeasuredStep] = []
+    steps: list[points.MeasuredStep] = []
     notes: list[str] = []
     for name, trials in groups.items():
         given = _AmpExperiment(name, trials, folder) if name in _EXPERIMENTS else None
         why = "the fixed part of a layer and the bandwidth within a node are from this layout"
-        points += [
-            MeasuredStep(
+        steps += [
+            points.MeasuredStep(
                 name=f"{trial.layout.name} microbatch {trial.microbatch}",
                 cell=name,
                 samples=given.known.batch if given else 1,
@@ -348,7 +337,9 @@ def read(folder: Path) -> Published:
         "assumed: FP16 gradients in one ring after backward, Adam in mixed precision, "
         "s h (10 + 24 / tp) + 5 a s^2 / tp bytes kept of a layer, no recomputation"
     )
-    return Published(points, notes, lacks="collectives of a layout unlike the calibrating one")
+    return points.Published(
+        steps, notes, lacks="collectives of a layout unlike the calibrating one"
+    )
 
 
-READER = SetReader.of_tables("a CSV of trials with tp, dp, pp, partition", _COLUMNS, read)
+READER = points.SetReader.of_tables("a CSV of trials with tp, dp, pp, partition", _COLUMNS, read)

@@ -20,14 +20,7 @@ from harness.inputs import MOST_S, is_positive, read_file
 from harness.plan import builders
 from harness.plan.importing.times import read_operators
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import (
-    MOST_LAYERS,
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-)
+from harness.plan.validation import points
 
 # bert_large-train-512-8[-fusion].json
 _NAME = re.compile(r".+?-(?P<mode>train|inf)-[0-9]+-(?P<batch>[0-9]{1,9})(?P<note>-.+)?")
@@ -59,33 +52,38 @@ def _labels(folder: Path) -> list[_Label]:
     return found
 
 
-def _case(label: _Label) -> SimulatedRun:
+def _case(label: _Label) -> points.SimulatedRun:
     table = label.path.with_suffix(".csv")
     if not table.is_file():
-        raise NotExpressedError(f"no table of its operators ({label.mode}{label.note})")
+        raise points.NotExpressedError(f"no table of its operators ({label.mode}{label.note})")
     graph, profile = read_operators(
         table, device_kind=label.device, batch=label.batch, n_layers=_step(label).num_layer or 1
     )
     cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=2**50, kind=label.device)
-    return SimulatedRun(Simulator(graph, profile, cluster), builders.single(graph, label.batch))
+    return points.SimulatedRun(
+        Simulator(graph, profile, cluster), builders.single(graph, label.batch)
+    )
 
 
 def _step(label: _Label) -> _Step:
     step = decode(
         read_file(label.path, "step", DataError), _Step, source=str(label.path), error=DataError
     )
-    if not is_positive(step.e2e_latency, MOST_S) or not 1 <= (step.num_layer or 1) <= MOST_LAYERS:
+    if (
+        not is_positive(step.e2e_latency, MOST_S)
+        or not 1 <= (step.num_layer or 1) <= points.MOST_LAYERS
+    ):
         raise DataError(
             f"{label.path} has e2e_latency {step.e2e_latency} ms and {step.num_layer} layers: both "
-            f"must be above 0, the second at most {MOST_LAYERS}"
+            f"must be above 0, the second at most {points.MOST_LAYERS}"
         )
     return step
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All steps below a folder."""
-    points = [
-        MeasuredStep(
+    steps = [
+        points.MeasuredStep(
             name=f"{label.path.stem} on {label.device}",
             cell=f"{label.path.stem}",
             samples=label.batch,
@@ -99,7 +97,7 @@ def read(folder: Path) -> Published:
         "nothing is calibrated: the operators' times on the same GPU, one after the other; "
         "one layer stands for all, and each operator's time is less that of timing an empty one"
     ]
-    return Published(points, notes)
+    return points.Published(steps, notes)
 
 
-READER = SetReader("MODEL-train-SEQUENCE-BATCH.json", lambda p: bool(_labels(p)), read)
+READER = points.SetReader("MODEL-train-SEQUENCE-BATCH.json", lambda p: bool(_labels(p)), read)

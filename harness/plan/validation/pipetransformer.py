@@ -13,16 +13,8 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
-from harness.plan.validation.points import (
-    MOST_DEVICES,
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-)
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.validation import points
 
 _COLUMNS = ("global_batch", "pipe_length", "chunks_over_pipe_length", "images_per_s")
 _KIND = "Quadro RTX 5000"
@@ -40,34 +32,34 @@ class _PipelineRates:
         self.n_devices = max(run.length for run in runs)
         self.calibrating = min(runs, key=lambda run: (run.length, run.chunks))
 
-    def case(self, run: _PipelineRun) -> SimulatedRun:
+    def case(self, run: _PipelineRun) -> points.SimulatedRun:
         """As many replicas as pipelines."""
         n, known = self.n_devices // run.length, self.calibrating
         if run.length * n != self.n_devices or run.batch % n:
-            raise NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
+            raise points.NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
         each_s = self.n_devices // known.length / known.images_per_s
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
         layers = [PlannedLayer("pipeline", 4, 4)]
-        simulator = chain_simulator("vit_b_16", layers, {TimeKey(_KIND, 1): row}, cluster)
-        return SimulatedRun(simulator, profiled_layout(ParallelLayout(dp=n), simulator, run.batch))
+        simulator = points.chain_simulator("vit_b_16", layers, {TimeKey(_KIND, 1): row}, cluster)
+        return points.laid_out(simulator, ParallelLayout(dp=n), run.batch)
 
 
 def _parse(row: Row) -> _PipelineRun:
     return _PipelineRun(
         batch=row.count("global_batch"),
-        length=row.count("pipe_length", 1, MOST_DEVICES),
+        length=row.count("pipe_length", 1, points.MOST_DEVICES),
         chunks=row.count("chunks_over_pipe_length"),
         images_per_s=row.seconds("images_per_s"),
     )
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All runs of a folder."""
     runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _PipelineRates(runs)
-    points = [
-        MeasuredStep(
+    steps = [
+        points.MeasuredStep(
             name=f"pipelines of {run.length}, {run.chunks} chunks a device",
             cell="ViT-B/16",
             samples=run.batch,
@@ -83,10 +75,10 @@ def read(folder: Path) -> Published:
         f"{known.images_per_s * known.length / given.n_devices:.3g} images/s of each pipeline",
         "assumed: the process that drives and feeds a pipeline bounds it, whatever its length",
     ]
-    return Published(points, notes, missing=_missing)
+    return points.Published(steps, notes, missing=_missing)
 
 
-def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
+def _missing(judged: Sequence[tuple[points.MeasuredStep, float]]) -> list[str]:
     gains = [p / point.measured_s for point, p in judged if point.measured_s is not None]
     if not gains or max(gains) < 1:
         return []
@@ -96,4 +88,4 @@ def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     ]
 
 
-READER = SetReader.of_tables("a CSV with pipe_length and images_per_s", _COLUMNS, read)
+READER = points.SetReader.of_tables("a CSV with pipe_length and images_per_s", _COLUMNS, read)

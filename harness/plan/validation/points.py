@@ -13,6 +13,7 @@ import numpy as np
 from scipy import optimize
 
 from harness.domain.cluster import Cluster
+from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
 from harness.plan.importing.tables import find_tables
@@ -24,6 +25,7 @@ from harness.plan.importing.times import (
     layer_profile,
     without_collectives,
 )
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -93,8 +95,29 @@ def chain_simulator(
     return Simulator(graph, layer_profile(graph, times), cluster, options=options)
 
 
+def laid_out(
+    simulator: Simulator,
+    layout: ParallelLayout,
+    batch: int,
+    *,
+    n_microbatches: int = 1,
+    schedule: ScheduleName = "1f1b",
+) -> SimulatedRun:
+    """The run of a layout."""
+    strategy = profiled_layout(
+        layout, simulator, batch, n_microbatches=n_microbatches, schedule=schedule
+    )
+    return SimulatedRun(simulator, strategy)
+
+
 class NotExpressedError(DataError):
     """A measured step that graph, cluster and strategy cannot hold."""
+
+
+def check_microbatches(batch: int, microbatch: int, n_replicas: int) -> None:
+    """Refuse a batch that is no multiple of the microbatches of all replicas."""
+    if batch % (microbatch * n_replicas):
+        raise NotExpressedError("its batch is no multiple of its microbatches")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ communication among them included, and one over nodes gives the bandwidth betwee
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -18,18 +18,9 @@ from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import (
-    MOST_DEVICES,
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-    solve_all,
-)
+from harness.plan.validation import points
 
 _PLACEMENTS = ("placement", "local_bsz", "step_time")
 _SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time")
@@ -77,7 +68,7 @@ class _Job:
     def __init__(self, name: str, runs: Sequence[_PolluxRun]) -> None:
         self.model, parts = _MODELS.get(name, _UNKNOWN)
         self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
-        self._simulators: dict[tuple[tuple[int, ...], float], Simulator] = {}
+        self._simulator = cache(self._make_simulator)
         self._layers = [
             PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(parts)
         ]
@@ -93,7 +84,7 @@ class _Job:
         }
         self.bandwidth = _MOST_BYTES_PER_S
         if known := [run for run in self.between if run.local in self._alone]:
-            self.bandwidth = solve_all(
+            self.bandwidth = points.solve_all(
                 lambda k, rate: self.case(known[k], rate).step_s(),
                 [run.measured_s for run in known],
                 _LEAST_BYTES_PER_S,
@@ -105,17 +96,19 @@ class _Job:
         """Relative; median over the local batches of the calibrating placement."""
         return median(self._slowdown.values()) if self._slowdown else 0.0
 
-    def case(self, run: _PolluxRun, bandwidth: float | None = None) -> SimulatedRun:
+    def case(self, run: _PolluxRun, bandwidth: float | None = None) -> points.SimulatedRun:
         """At a bandwidth, or the calibrated one, and the calibrated slowdown."""
         if run.local not in self._alone:
-            raise NotExpressedError("no row with one GPU has its local batch")
-        key = run.placement, bandwidth or self.bandwidth
-        if key not in self._simulators:
-            times = self._times(max(run.placement))
-            self._simulators[key] = chain_simulator(self.model, self._layers, times, _cluster(*key))
-        simulator, n = self._simulators[key], sum(run.placement)
-        strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
-        return SimulatedRun(simulator, strategy)
+            raise points.NotExpressedError("no row with one GPU has its local batch")
+        simulator = self._simulator(run.placement, bandwidth or self.bandwidth)
+        n = sum(run.placement)
+        return points.laid_out(simulator, ParallelLayout(dp=n), n * run.local)
+
+    def _make_simulator(self, placement: tuple[int, ...], bandwidth: float) -> Simulator:
+        cluster = _cluster(placement, bandwidth)
+        return points.chain_simulator(
+            self.model, self._layers, self._times(max(placement)), cluster
+        )
 
     def _times(self, n_beside: int) -> dict[TimeKey, list[LayerTime]]:
         """Of the layers where so many GPUs of a node compute; each adds to the slowdown."""
@@ -153,7 +146,7 @@ def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
 def _spread(row: Row) -> tuple[int, ...]:
     """GPUs of each node, where a row gives only both numbers: as even as possible."""
     nodes = row.count("num_nodes", 1, _MOST_NODES)
-    replicas = row.count("num_replicas", 1, MOST_DEVICES)
+    replicas = row.count("num_replicas", 1, points.MOST_DEVICES)
     if nodes > replicas:
         raise DataError(f"{row.where}: {replicas} replicas cannot use {nodes} nodes: swap them")
     each, more = divmod(replicas, nodes)
@@ -188,29 +181,29 @@ def _folders(folder: Path) -> list[Path]:
     return [p for p in (folder, *sorted(folder.glob("*/"))) if _tables(p)]
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All models of a folder, each in a folder of its own."""
-    points: list[MeasuredStep] = []
+    steps: list[points.MeasuredStep] = []
     notes: list[str] = []
     for path in _folders(folder):
         runs = list(_runs(path))
         job = _Job(path.name, runs)
-        points += [_point(path.name, job, run) for run in runs]
+        steps += [_point(path.name, job, run) for run in runs]
         notes += [
             f"{job.model}: one GPU's rows give the time of computing; {_gpus(job.inside)} of a "
             f"node compute {job.slowdown:.0%} slower; {_gpus(job.between)} give "
             f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
             f"{job.model}: assumed: PyTorch's buckets overlap backward, rings",
         ]
-    return Published(
-        points,
+    return points.Published(
+        steps,
         notes,
         trivial_median_error=_TRIVIAL if {p.name for p in _folders(folder)} == {*_MODELS} else None,
         lacks="a bandwidth between nodes that depends on their number and on the GPUs of each",
     )
 
 
-def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
+def _point(name: str, job: _Job, run: _PolluxRun) -> points.MeasuredStep:
     calibrates = ""
     if run.placement == (1,):
         calibrates = "the time of computing is that of this row"
@@ -218,7 +211,7 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
         calibrates = "the slowdown within a node is from this placement"
     elif run.placement in {other.placement for other in job.between}:
         calibrates = "the bandwidth between nodes is from this placement"
-    return MeasuredStep(
+    return points.MeasuredStep(
         name=f"{_gpus([run])}, {run.local} samples each",
         cell=f"{job.model} ({name}), {run.local} samples each",
         samples=run.local * sum(run.placement),
@@ -235,6 +228,6 @@ def _gpus(runs: Sequence[_PolluxRun]) -> str:
     return f"{'+'.join(map(str, runs[0].placement)) if runs else 'no'} GPUs"
 
 
-READER = SetReader(
+READER = points.SetReader(
     "CSVs with placement or num_nodes, local_bsz and step_time", lambda p: bool(_folders(p)), read
 )

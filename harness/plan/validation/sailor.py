@@ -23,17 +23,10 @@ from harness.errors import DataError
 from harness.inputs import find_int, find_ints, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import (
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-)
+from harness.plan.validation import points
 
 _COLUMNS = (
     "file",
@@ -135,7 +128,7 @@ class _SailorPlans:
     def _calibrate(self, key: _Key, plan: _Plan) -> None:
         try:
             case = self.case(plan)
-        except NotExpressedError:
+        except points.NotExpressedError:
             return
         found = case.simulator.simulate(case.strategy)
         self._factors[key] = plan.measured_s / found.step_s
@@ -157,26 +150,23 @@ class _SailorPlans:
             for (model, kind, tp), n_bytes in self._reserved.items()
         ]
 
-    def case(self, plan: _Plan) -> SimulatedRun:
+    def case(self, plan: _Plan) -> points.SimulatedRun:
         """The simulator's input."""
         if plan.unlike:
-            raise NotExpressedError(plan.unlike)
+            raise points.NotExpressedError(plan.unlike)
         if not plan.is_additive:
-            raise NotExpressedError("its gradient_sync_s is above half of its step")
+            raise points.NotExpressedError("its gradient_sync_s is above half of its step")
         simulator = self._simulator(plan)
         n_layers = len(simulator.graph.operators)
         if sum(plan.stages) != n_layers:
-            raise NotExpressedError(
+            raise points.NotExpressedError(
                 f"the plan has {sum(plan.stages)} layers, the profile of {plan.model} on "
                 f"{plan.kind} {n_layers}"
             )
-        if plan.batch % (plan.microbatch * plan.dp):
-            raise NotExpressedError("its batch is no multiple of its microbatches")
+        points.check_microbatches(plan.batch, plan.microbatch, plan.dp)
         cuts = tuple(accumulate(plan.stages[:-1]))
         layout = ParallelLayout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
-        n = plan.n_microbatches
-        strategy = profiled_layout(layout, simulator, plan.batch, n_microbatches=n)
-        return SimulatedRun(simulator, strategy)
+        return points.laid_out(simulator, layout, plan.batch, n_microbatches=plan.n_microbatches)
 
     def _simulator(self, plan: _Plan) -> Simulator:
         times = self._times(plan)
@@ -194,7 +184,7 @@ class _SailorPlans:
             reserved_bytes=self._reserved.get(plan.key[:3], 0),
         )
         key = TimeKey(plan.kind, plan.microbatch, plan.tp)
-        return chain_simulator(
+        return points.chain_simulator(
             plan.model, layers, {key: row}, cluster, options, n_parts=64, takes_off=True
         )
 
@@ -202,7 +192,7 @@ class _SailorPlans:
         """(forward, backward, update) seconds of each layer."""
         found = self._profiled(plan, self._kind_of_times(plan))
         if not found:
-            raise NotExpressedError(
+            raise points.NotExpressedError(
                 f"no times of microbatch {plan.microbatch} at tp {plan.tp} of {plan.model} on "
                 f"{plan.kind}"
             )
@@ -227,10 +217,10 @@ class _SailorPlans:
     def _layers(self, plan: _Plan, n_layers: int) -> list[PlannedLayer]:
         info = self._info.get(plan.model, {}).get("1")
         if not info:
-            raise NotExpressedError(f"llm_info.json has no {plan.model} with one sample")
+            raise points.NotExpressedError(f"llm_info.json has no {plan.model} with one sample")
         shapes = list(info.values())
         if len(shapes) != n_layers:
-            raise NotExpressedError(
+            raise points.NotExpressedError(
                 f"{plan.model} has {len(shapes)} layers, its profile on {plan.kind} {n_layers}"
             )
         return [
@@ -248,10 +238,10 @@ class _SailorPlans:
         between, all_pairs = pairs.get("1"), pairs.get(str(_N_EACH))
         inside = self._inside.get(plan.kind, {}).get("2")
         if between is None or inside is None or min(between[1], inside[1]) <= 0:
-            raise NotExpressedError(f"no bandwidth of {plan.kind} is known")
+            raise points.NotExpressedError(f"no bandwidth of {plan.kind} is known")
         n = plan.n_devices
         if n % _N_EACH and n > _N_EACH:
-            raise NotExpressedError(f"{n} devices do not fill nodes of {_N_EACH}")
+            raise points.NotExpressedError(f"{n} devices do not fill nodes of {_N_EACH}")
         cluster = Cluster.uniform(
             max(1, n // _N_EACH),
             min(n, _N_EACH),
@@ -308,13 +298,13 @@ def _replicas(text: str) -> tuple[str, int, int, str]:
     return found["kind"], tp or 1, len(replicas), "" if tp else "its degree of TP is no number"
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All plans of a folder."""
     plans = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _SailorPlans(plans, folder)
     used = list(given.calibrating.values())
-    points = [
-        MeasuredStep(
+    steps = [
+        points.MeasuredStep(
             name=plan.name,
             cell=plan.model,
             samples=plan.batch,
@@ -336,8 +326,8 @@ def read(folder: Path) -> Published:
         *given.notes(),
         "the source's median error and the trivial one are of OPT-350M, as published",
     ]
-    return Published(
-        points,
+    return points.Published(
+        steps,
         notes,
         source_median_error=_THEIRS,
         trivial_median_error=_TRIVIAL,
@@ -345,4 +335,4 @@ def read(folder: Path) -> Published:
     )
 
 
-READER = SetReader.of_tables("a CSV with stage_replicas and gradient_sync_s", _COLUMNS, read)
+READER = points.SetReader.of_tables("a CSV with stage_replicas and gradient_sync_s", _COLUMNS, read)

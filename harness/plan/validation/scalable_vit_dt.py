@@ -24,17 +24,9 @@ from harness.errors import DataError
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, has_columns, read_table
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.validation.points import (
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-    solve_all,
-)
+from harness.plan.validation import points
 
 _COLUMNS = ("Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name")
 _FILE = "metrics.csv"
@@ -81,7 +73,7 @@ class _Group:
         self.pair = min(several, key=lambda run: (run.n_devices, -run.share), default=None)
         self.bandwidth = _MOST_BYTES_PER_S
         if (pair := self.pair) is not None:
-            self.bandwidth = solve_all(
+            self.bandwidth = points.solve_all(
                 lambda _, rate: self.case(pair, rate).step_s(),
                 [pair.step_s],
                 _LEAST_BYTES_PER_S,
@@ -97,11 +89,11 @@ class _Group:
             return "no run tells the links within its nodes from those between them"
         return ""
 
-    def case(self, run: _DeepSpeedRun, bandwidth: float | None = None) -> SimulatedRun:
+    def case(self, run: _DeepSpeedRun, bandwidth: float | None = None) -> points.SimulatedRun:
         """At a bandwidth, or the calibrated one."""
         why_not, n = self._why_not(run), run.n_devices
         if why_not:
-            raise NotExpressedError(why_not)
+            raise points.NotExpressedError(why_not)
         each = _PARAMETERS * 4 // _N_LAYERS
         layers = [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)]
         layer_s = {kind: self.alone[kind].step_s / _N_LAYERS for kind in run.kinds}
@@ -111,9 +103,8 @@ class _Group:
         }
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
         cluster = _cluster(run, bandwidth or self.bandwidth)
-        simulator = chain_simulator("vit_b_16", layers, times, cluster, options)
-        strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
-        return SimulatedRun(simulator, strategy)
+        simulator = points.chain_simulator("vit_b_16", layers, times, cluster, options)
+        return points.laid_out(simulator, ParallelLayout(dp=n), n * run.local)
 
 
 def _cluster(run: _DeepSpeedRun, bandwidth: float) -> Cluster:
@@ -171,12 +162,12 @@ def _groups(root: Path) -> Iterator[_Group]:
     yield from (_Group(runs) for runs in found.values())
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All runs below a folder."""
     groups = list(_groups(folder))
     if not groups:
         raise DataError(f"{folder} has no {_FILE} in N_GPUs/pX_bY_eZ: name the directories so")
-    points = [_point(group, run) for group in groups for run in group.runs]
+    steps = [_point(group, run) for group in groups for run in group.runs]
     notes = [
         "calibrated on each cluster and batch: the run on one GPU, and the smallest on several",
         "assumed: 346 MB of FP32 gradients in one ring after backward; in mixed precision the "
@@ -188,16 +179,16 @@ def read(folder: Path) -> Published:
             if group.pair is not None
         ),
     ]
-    return Published(points, notes)
+    return points.Published(steps, notes)
 
 
-def _point(group: _Group, run: _DeepSpeedRun) -> MeasuredStep:
+def _point(group: _Group, run: _DeepSpeedRun) -> points.MeasuredStep:
     calibrates = ""
     if run.n_devices == 1:
         calibrates = "the time of computing is that of this GPU"
     elif group.pair is not None and run.kinds == group.pair.kinds:
         calibrates = "the bandwidth is from a run on as many of these GPUs"
-    return MeasuredStep(
+    return points.MeasuredStep(
         name=f"{run.n_devices} GPUs, {run.share:g} of the data",
         cell=f"{run.setting}, {run.local} samples each",
         samples=run.local * run.n_devices,
@@ -216,4 +207,4 @@ def matches(folder: Path) -> bool:
     )
 
 
-READER = SetReader("metrics.csv in N_GPUs/pX_bY_eZ", matches, read)
+READER = points.SetReader("metrics.csv in N_GPUs/pX_bY_eZ", matches, read)

@@ -18,16 +18,8 @@ from harness.errors import DataError
 from harness.inputs import find_ints, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
-from harness.plan.validation.points import (
-    MOST_DEVICES,
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-)
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.validation import points
 
 _COLUMNS = ("model", "experiment", "batch", "chunks", "layers_per_partition", "samples_per_s")
 _KIND = "Tesla P40"
@@ -65,25 +57,21 @@ class _Model:
         several = [run for run in runs if run.n_stages > 1]
         self.calibrating = min(several, key=lambda r: (r.n_stages, r.chunks), default=None)
 
-    def case(self, run: _GPipeRun) -> SimulatedRun:
+    def case(self, run: _GPipeRun) -> points.SimulatedRun:
         """Equal stages at the calibrated time of a sample."""
         if self.calibrating is None:
-            raise NotExpressedError("no pipeline of its model gives the time of a sample")
+            raise points.NotExpressedError("no pipeline of its model gives the time of a sample")
         given, n = self.calibrating, run.n_stages
         each_s = given.n_stages * given.chunks / given.n_slots / given.samples_per_s
         forward_s = each_s / (1 + given.backward) / n
         layers = [PlannedLayer(f"stage{k}", 4, 4) for k in range(n)]
         row = [LayerTime(forward_s, run.backward * forward_s)] * n
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
-        simulator = chain_simulator(run.model, layers, {TimeKey(_KIND, 1): row}, cluster)
-        strategy = profiled_layout(
-            ParallelLayout(pp=n, cuts=tuple(range(1, n))),
-            simulator,
-            run.batch,
-            n_microbatches=run.chunks,
-            schedule="gpipe",
+        simulator = points.chain_simulator(run.model, layers, {TimeKey(_KIND, 1): row}, cluster)
+        layout = ParallelLayout(pp=n, cuts=tuple(range(1, n)))
+        return points.laid_out(
+            simulator, layout, run.batch, n_microbatches=run.chunks, schedule="gpipe"
         )
-        return SimulatedRun(simulator, strategy)
 
 
 def _parse(row: Row) -> _GPipeRun:
@@ -101,25 +89,24 @@ def _parse(row: Row) -> _GPipeRun:
         n_stages=max(1, len(parts)),
         samples_per_s=row.seconds("samples_per_s"),
     )
-    if run.n_stages > MOST_DEVICES:
-        raise DataError(f"{row.where}: {run.n_stages} stages: {MOST_DEVICES} are the most")
+    if run.n_stages > points.MOST_DEVICES:
+        raise DataError(f"{row.where}: {run.n_stages} stages: {points.MOST_DEVICES} are the most")
     if run.chunks > run.batch:
         raise DataError(f"{row.where}: {run.chunks} chunks of a batch of {run.batch}: swap them")
     return run
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All runs of a folder."""
     groups: dict[str, list[_GPipeRun]] = defaultdict(list)
-    for row in read_tables(folder, _COLUMNS):
-        run = _parse(row)
+    for run in map(_parse, read_tables(folder, _COLUMNS)):
         groups[run.model].append(run)
-    points: list[MeasuredStep] = []
+    steps: list[points.MeasuredStep] = []
     notes = []
     for name, runs in groups.items():
         model = _Model(runs)
-        points += [
-            MeasuredStep(
+        steps += [
+            points.MeasuredStep(
                 name=f"{run.model} {run.experiment}",
                 cell=run.model,
                 samples=run.batch,
@@ -138,10 +125,10 @@ def read(folder: Path) -> Published:
         "assumed: stages of equal time, backward twice the forward, and forward again for all "
         "chunks but the last"
     )
-    return Published(points, notes, missing=_missing)
+    return points.Published(steps, notes, missing=_missing)
 
 
-def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
+def _missing(judged: Sequence[tuple[points.MeasuredStep, float]]) -> list[str]:
     """How far pipelines are from equal stages."""
     late = [
         (predicted / point.measured_s - 1, point.name)
@@ -157,4 +144,6 @@ def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     ]
 
 
-READER = SetReader.of_tables("a CSV with layers_per_partition and samples_per_s", _COLUMNS, read)
+READER = points.SetReader.of_tables(
+    "a CSV with layers_per_partition and samples_per_s", _COLUMNS, read
+)

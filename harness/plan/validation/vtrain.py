@@ -7,7 +7,7 @@ all others are predicted. All-reduces follow the curves in `trace/`.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,21 +21,11 @@ from harness.errors import DataError
 from harness.inputs import read_file
 from harness.plan.importing.tables import Row, bandwidth_of, read_curve, read_tables, thinned
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
-from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import (
-    MOST_DEVICES,
-    MOST_LAYERS,
-    MeasuredStep,
-    NotExpressedError,
-    Published,
-    SetReader,
-    SimulatedRun,
-    chain_simulator,
-    fit_amounts,
-)
+from harness.plan.validation import points
 
 _GPUS, _TIME = "# GPUs", "iteration time (ms)"
 _DEGREES = ("tensor parallelism", "data parallelism", "pipeline parallelism")
@@ -121,31 +111,29 @@ class _VTrainRuns:
         self.curves = [
             p for path in sorted(curves.glob("AR_GPU*")) for p in thinned(read_curve(path))
         ]
-        self._clusters: dict[int, Cluster] = {}
+        self.cluster = cache(self._make_cluster)
         self._simulators: dict[tuple[object, ...], Simulator] = {}
         self._times = self._fit(runs)
 
-    def cluster(self, n_devices: int) -> Cluster:
+    def _make_cluster(self, n_devices: int) -> Cluster:
         """Full nodes, or one that holds so many devices."""
-        if n_devices not in self._clusters:
-            size = min(n_devices, self._config.node_size)
-            if n_devices % size:
-                raise NotExpressedError(f"{n_devices} devices in nodes of {size}")
-            inside = self._config.intra_node_bandwidth * 1e9
-            if self.curves:
-                inside = bandwidth_of([p for p in self.curves if p.n_ranks == 2] or self.curves)
-            uniform = Cluster.uniform(
-                n_devices // size,
-                size,
-                inside_bytes_per_s=inside,
-                between_bytes_per_s=self._config.inter_node_bandwidth * 1e9 / 8,
-                memory_bytes=2**50,
-                kind=self._config.gpu_name,
-                latency_s=_LATENCY_S,
-            )
-            measured = self.curves if n_devices == size else []
-            self._clusters[n_devices] = msgspec.structs.replace(uniform, collectives=measured)
-        return self._clusters[n_devices]
+        size = min(n_devices, self._config.node_size)
+        if n_devices % size:
+            raise points.NotExpressedError(f"{n_devices} devices in nodes of {size}")
+        inside = self._config.intra_node_bandwidth * 1e9
+        if self.curves:
+            inside = bandwidth_of([p for p in self.curves if p.n_ranks == 2] or self.curves)
+        uniform = Cluster.uniform(
+            n_devices // size,
+            size,
+            inside_bytes_per_s=inside,
+            between_bytes_per_s=self._config.inter_node_bandwidth * 1e9 / 8,
+            memory_bytes=2**50,
+            kind=self._config.gpu_name,
+            latency_s=_LATENCY_S,
+        )
+        measured = self.curves if n_devices == size else []
+        return msgspec.structs.replace(uniform, collectives=measured)
 
     def _fit(self, runs: Sequence[_VTrainRun]) -> Mapping[tuple[object, int], _Times]:
         """Times of a layer by model, microbatch and degree of tensor parallelism."""
@@ -180,7 +168,7 @@ class _VTrainRuns:
             rows.append(compute + ([each] if rate is None else []))
             fixed_s = self._all_reduce_s(run) + each * (rate or 0.0)
             values.append(max(1e-9, run.measured_s - fixed_s))
-        found = fit_amounts(rows, values)
+        found = points.fit_amounts(rows, values)
         ends_s = found[1] if are_many else head * found[0]
         return _Times(found[0], ends_s, found[-1] if rate is None else rate)
 
@@ -191,35 +179,28 @@ class _VTrainRuns:
         group = tuple(range(run.layout.dp))
         return network.all_reduce(group, round(run.parameters() * _BYTES)).duration_s
 
-    def case(self, run: _VTrainRun) -> SimulatedRun:
+    def case(self, run: _VTrainRun) -> points.SimulatedRun:
         """The simulator's input."""
         times = self._times.get((run.model, run.layout.tp))
         if times is None:
-            raise NotExpressedError("no pure layout gives its layers' times")
-        if run.batch % (run.microbatch * run.layout.dp):
-            raise NotExpressedError("its batch is no multiple of its microbatches")
+            raise points.NotExpressedError("no pure layout gives its layers' times")
+        points.check_microbatches(run.batch, run.microbatch, run.layout.dp)
         if run.n_layers % run.layout.pp:
-            raise NotExpressedError("its layers do not divide evenly over its stages")
+            raise points.NotExpressedError("its layers do not divide evenly over its stages")
         each = run.n_layers // run.layout.pp
-        simulator = self._simulator(run, times)
-        strategy = profiled_layout(
-            replace(run.layout, cuts=tuple(1 + each * k for k in range(1, run.layout.pp))),
-            simulator,
-            run.batch,
-            n_microbatches=run.n_microbatches,
-        )
-        return SimulatedRun(simulator, with_recomputation(strategy, simulator.graph, 1))
+        key = run.model, run.n_layers, run.layout.tp, run.layout.n_devices
+        if key not in self._simulators:
+            self._simulators[key] = self._make_simulator(run, times)
+        layout = replace(run.layout, cuts=tuple(1 + each * k for k in range(1, run.layout.pp)))
+        n = run.n_microbatches
+        case = points.laid_out(self._simulators[key], layout, run.batch, n_microbatches=n)
+        return case._replace(strategy=with_recomputation(case.strategy, case.simulator.graph, 1))
 
-    def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
-        """Of a model on a number of devices; cached."""
-        known = run.model, run.n_layers, run.layout.tp, run.layout.n_devices
-        if known in self._simulators:
-            return self._simulators[known]
-        key = TimeKey(self._config.gpu_name, run.microbatch, run.layout.tp)
-        self._simulators[known] = chain_simulator(
+    def _make_simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
+        return points.chain_simulator(
             "gpt",
             _layers(run),
-            {key: _rows(run, times)},
+            {TimeKey(self._config.gpu_name, run.microbatch, run.layout.tp): _rows(run, times)},
             self.cluster(run.layout.n_devices),
             SimulatorOptions(
                 overlap=False,
@@ -231,7 +212,6 @@ class _VTrainRuns:
             takes_off=True,
             recomputes=True,
         )
-        return self._simulators[known]
 
 
 def _layers(run: _VTrainRun) -> list[PlannedLayer]:
@@ -256,7 +236,7 @@ def _rows(run: _VTrainRun, times: _Times) -> list[LayerTime]:
 def _parse(row: Row) -> _VTrainRun:
     tp, dp, pp = (row.count(name) for name in _DEGREES)
     layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
-    if layout.n_devices != row.count(_GPUS, 1, MOST_DEVICES):
+    if layout.n_devices != row.count(_GPUS, 1, points.MOST_DEVICES):
         raise DataError(
             f"{row.where}: {layout.name} needs {layout.n_devices} devices, the row has "
             f"{row.count(_GPUS)}"
@@ -267,19 +247,19 @@ def _parse(row: Row) -> _VTrainRun:
         microbatch=microbatch,
         hidden=hidden,
         heads=heads,
-        n_layers=row.count(_LAYERS, 1, MOST_LAYERS),
+        n_layers=row.count(_LAYERS, 1, points.MOST_LAYERS),
         sequence=row.count("sequence length"),
         layout=layout,
         measured_s=row.seconds(_TIME) / 1e3,
     )
 
 
-def read(folder: Path) -> Published:
+def read(folder: Path) -> points.Published:
     """All iterations of a folder."""
     runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _VTrainRuns(runs, folder)
-    points = [
-        MeasuredStep(
+    steps = [
+        points.MeasuredStep(
             name=f"{run.layout.name} batch {run.batch} microbatch {run.microbatch}",
             cell=f"h {run.hidden}, {run.n_layers} layers, sequence {run.sequence}, batch "
             f"{run.batch}, {run.layout.n_devices} devices",
@@ -297,7 +277,7 @@ def read(folder: Path) -> Published:
         "recomputation of all layers, equal numbers of layers in all stages, and layer times that "
         "pipelines and replicas do not change",
     ]
-    return Published(points, notes, source_median_error=_THEIRS)
+    return points.Published(steps, notes, source_median_error=_THEIRS)
 
 
-READER = SetReader.of_tables("a CSV with '# GPUs' and 'iteration time (ms)'", _COLUMNS, read)
+READER = points.SetReader.of_tables("a CSV with '# GPUs' and 'iteration time (ms)'", _COLUMNS, read)
