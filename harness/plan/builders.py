@@ -6,7 +6,7 @@ A search starts from them and must beat them; users ask for them by name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -155,15 +155,22 @@ def _tied(graph: Graph) -> set[str]:
     return {graph.operators[k].name for users in graph.ties() for k in users}
 
 
+def unlike_ties(graph: Graph, plans: Mapping[str, OperatorPlan]) -> list[list[str]]:
+    """Operators that share a weight and do not cut it alike, by weight."""
+    found = []
+    for ks in graph.ties():
+        used = [op for op in (graph.operators[k] for k in ks) if op.name in plans]
+        cuts = [weight_cuts(op, plans[op.name].partition) for op in used]
+        if any(other != cuts[0] for other in cuts):
+            found.append([op.name for op in used])
+    return found
+
+
 def _cut_alike(strategy: Strategy, graph: Graph, batch: int, devices: Sequence[int]) -> Strategy:
     """Cut operators by samples that share a weight but would cut it unlike, because each device
     would compute all of them; and the losses that read them."""
     plans = dict(strategy.operators)
-    unlike: set[str] = set()
-    for ks in graph.ties():
-        used = [op for op in (graph.operators[k] for k in ks) if op.name in plans]
-        cuts = [weight_cuts(op, plans[op.name].partition) for op in used]
-        unlike |= {op.name for op in used if any(other != cuts[0] for other in cuts)}
+    unlike = set(itertools.chain(*unlike_ties(graph, plans)))
     for op in graph.operators:
         if op.name in unlike or (op.kind == "loss" and not unlike.isdisjoint(op.inputs)):
             plans[op.name] = cut_or_whole(op, graph, batch, SAMPLE, len(devices), devices)

@@ -12,6 +12,7 @@ from harness.domain.profile import Profile
 from harness.domain.schedule import SCHEDULES
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
+from harness.plan.builders import unlike_ties
 from harness.plan.estimates import FROM_FLOPS, ROOFLINE
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.block_times import is_product
@@ -35,6 +36,12 @@ def notes_of(
     if splits and len(strategy.stages) > 1:
         yield from whole_backward(graph)
     yield from bad_fits(graph, profile, kinds)
+    for names in unlike_ties(graph, strategy.operators):
+        yield (
+            f"warning: {' and '.join(names)} share a weight and do not cut it alike: each task of "
+            "one that cuts it computes all of it for its samples, which this prediction does not "
+            "know: cut them alike, or by samples"
+        )
 
 
 def print_notes(notes: Iterable[str]) -> None:

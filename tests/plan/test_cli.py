@@ -14,7 +14,7 @@ from launching import completed
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.domain.strategy import Strategy, validate
+from harness.domain.strategy import OperatorPlan, Strategy, validate
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
 
@@ -297,6 +297,26 @@ def test_a_search_starts_from_a_file_of_another_project(chain, tmp_path, printed
     words = ("search", sizes, "--profile", chain, "--start", tmp_path / "start.txt")
     found = json.loads(printed(*words).out)
     assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
+
+
+@pytest.mark.parametrize(("dim", "is_warned"), [("feature", True), ("sample", False)])
+def test_predict_warns_of_a_tied_weight_that_is_cut_unlike(tmp_path, printed, dim, is_warned):
+    shape, attrs = {"sample": 8, "feature": 8}, {"in_features": 8}
+    layers = [
+        Operator(name="x", kind="input", shape=shape),
+        Operator(name="a", kind="linear", inputs=["x"], shape=shape, parameter_bytes=256,
+                 attrs=attrs),
+        Operator(name="b", kind="linear", inputs=["a"], shape=shape,
+                 attrs={**attrs, "tied_to": "a", "tied_bytes": 256}),
+    ]  # fmt: skip
+    plans = {"a": OperatorPlan({dim: 2}, [0, 1]), "b": OperatorPlan({"sample": 2}, [0, 1])}
+    strategy = Strategy(name="s", batch=8, operators=plans)
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=layers, batch=8).to_json())
+    (tmp_path / "s.json").write_bytes(strategy.to_json())
+    hardware = "--topology 2 --bandwidth 1e9 --memory 1GB --rates 1e12,1e11"
+    files = ("--graph", tmp_path / "g.json", "--strategy", tmp_path / "s.json")
+    said = printed("predict", hardware, *files).err
+    assert ("warning: a and b share a weight and do not cut it alike" in said) == is_warned
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
