@@ -151,9 +151,13 @@ class Adviser:
         self.request, self.cluster = request, cluster
         self.seconds, self.progress = seconds, progress
         self.start_s = time.process_time()
-        # Of a whole batch on each device alone.
+        # Of a whole batch on one device of each node.
         whole_s = operator_seconds(request.simulator(cluster), request.batch_on(1)).sum(axis=1)
-        self.device_s: list[float] = whole_s.tolist()
+        node_of, nodes = cluster.node_of(), range(len(cluster.nodes))
+        self.node_s: list[float] = [float(whole_s[node_of.index(k)]) for k in nodes]
+        self.rates = [node_rate(cluster, k) or 0.0 for k in nodes]
+        self.fastest_s = min(self.node_s)
+        self.fastest = cluster.nodes[self.node_s.index(self.fastest_s)].devices[0]
 
     def _share_left(self) -> float:
         return 1 - (time.process_time() - self.start_s) / self.seconds
@@ -187,8 +191,7 @@ class Adviser:
         )
 
     def _price_sets(self) -> tuple[list[Priced], int]:
-        nodes = range(len(self.cluster.nodes))
-        wanted = sets_of(self.cluster, [self._node_s(node) for node in nodes])
+        wanted = sets_of(self.cluster, self.node_s)
         likely = self._fastest_first()
         wanted.sort(key=lambda devices: len(devices) > 1 and devices not in likely)
         found: list[Priced] = []
@@ -203,13 +206,12 @@ class Adviser:
 
     def _fastest_first(self) -> set[tuple[int, ...]]:
         """The first 2, 3 and so on of the nodes by speed, and of those by link and then speed."""
-        nodes = range(len(self.cluster.nodes))
-        rates = [node_rate(self.cluster, k) or 0.0 for k in nodes]
-        by_link = sorted(nodes, key=lambda k: (rates[k] * _SLOWER < max(rates), self._node_s(k)))
-        node_of = self.cluster.node_of()
+        nodes, node_of = range(len(self.cluster.nodes)), self.cluster.node_of()
+        by_speed = sorted(nodes, key=self.node_s.__getitem__)
+        by_link = sorted(by_speed, key=self._is_link_slow)
         return {
             tuple(k for k, node in enumerate(node_of) if node in order[:n])
-            for order in (sorted(nodes, key=self._node_s), by_link)
+            for order in (by_speed, by_link)
             for n in range(1, len(nodes) + 1)
         }
 
@@ -246,15 +248,11 @@ class Adviser:
         at = [one.name for one in cluster.nodes].index(self.cluster.nodes[node].name)
         known = [one for one in sets if one.node_names == [n.name for n in cluster.nodes]]
         plain = known[0] if known else price(self.request, cluster)
-        device_s = self._node_s(node)
-        fastest = min(range(len(self.cluster.nodes)), key=self._node_s)
         changed = {}
-        rates = [node_rate(self.cluster, k) or 0.0 for k in range(len(self.cluster.nodes))]
-        if max(rates) > _SLOWER * rates[node]:
-            changed["link"] = with_rate(cluster, at, max(rates))
-        if device_s > _SLOWER * self._node_s(fastest):
-            model = self.cluster.nodes[fastest].devices[0]
-            changed["device"] = with_device(cluster, at, model)
+        if self._is_link_slow(node):
+            changed["link"] = with_rate(cluster, at, max(self.rates))
+        if self._is_device_slow(node):
+            changed["device"] = with_device(cluster, at, self.fastest)
         cause = ""
         if plain is not None and changed:
             gains = {name: self._predicted(plain.strategy, one) for name, one in changed.items()}
@@ -266,9 +264,9 @@ class Adviser:
             with_it=plain,
             cause=cause,
             rate=node_rate(cluster, at),
-            slowness=device_s / self._node_s(fastest),
+            slowness=self.node_s[node] / self.fastest_s,
             kind=self.cluster.nodes[node].devices[0].kind,
-            fastest_kind=self.cluster.nodes[fastest].devices[0].kind,
+            fastest_kind=self.fastest.kind,
         )
 
     def _predicted(self, strategy: Strategy, cluster: Cluster) -> float:
@@ -278,8 +276,11 @@ class Adviser:
         standard = price(replace(self.request, known=(), factor=1.0), cluster)
         return max([*own, 0.0 if standard is None else standard.samples_per_s])
 
-    def _node_s(self, node: int) -> float:
-        return self.device_s[self.cluster.node_of().index(node)]
+    def _is_link_slow(self, node: int) -> bool:
+        return max(self.rates) > _SLOWER * self.rates[node]
+
+    def _is_device_slow(self, node: int) -> bool:
+        return self.node_s[node] > _SLOWER * self.fastest_s
 
     def _changes(self, best: Priced, sets: Sequence[Priced]) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""
@@ -314,20 +315,17 @@ class Adviser:
 
     def _changed_clusters(self) -> Iterator[tuple[str, Cluster, str | None]]:
         """Name, cluster, and the changed node (None: all)."""
-        n_nodes = len(self.cluster.nodes)
-        rates = [node_rate(self.cluster, k) or 0.0 for k in range(n_nodes)]
-        fastest = min(range(n_nodes), key=self._node_s)
-        model = self.cluster.nodes[fastest].devices[0]
-        for nodes in node_classes(self.cluster) if n_nodes > 1 else ():
-            node = self.cluster.nodes[nodes[0]].name
-            faster = next_ethernet(rates[nodes[0]])
-            if faster is not None and max(rates) > _SLOWER * rates[nodes[0]]:
-                yield f"{node} on {faster[0]}", with_rate(self.cluster, nodes[0], faster[1]), node
-            if self._node_s(nodes[0]) > _SLOWER * self._node_s(fastest):
-                changed = with_device(self.cluster, nodes[0], model)
-                yield f"{node} with {model.kind}", changed, node
-        faster = next_ethernet(max(rates)) if n_nodes > 1 else None
-        if faster is not None:
+        if len(self.cluster.nodes) == 1:
+            return
+        for first, *_ in node_classes(self.cluster):
+            node = self.cluster.nodes[first].name
+            faster = next_ethernet(self.rates[first])
+            if faster is not None and self._is_link_slow(first):
+                yield f"{node} on {faster[0]}", with_rate(self.cluster, first, faster[1]), node
+            if self._is_device_slow(first):
+                changed = with_device(self.cluster, first, self.fastest)
+                yield f"{node} with {self.fastest.kind}", changed, node
+        if faster := next_ethernet(max(self.rates)):
             yield f"all nodes on {faster[0]}", with_rate(self.cluster, None, faster[1]), None
 
     def _largest(self, best: Priced) -> Iterator[LargestBatch]:
