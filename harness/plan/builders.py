@@ -3,8 +3,6 @@
 A search starts from them and must beat them; users ask for them by name.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 

@@ -6,8 +6,6 @@ travels between them and only the second's partial sums are added up (Shoeybi et
 2019).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from harness.domain.einsum import expert_dim

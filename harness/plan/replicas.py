@@ -1,7 +1,5 @@
 """Strategies of replicas that exchange no activations, so that they can be averaged."""
 
-from __future__ import annotations
-
 import msgspec
 
 from harness.domain.graph import Graph

@@ -1,7 +1,5 @@
 """A search's result for people, as JSON, and its progress on a terminal; names of strategies."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

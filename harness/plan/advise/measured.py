@@ -1,8 +1,6 @@
 """What the runs of a results directory measured on these machines: steps of plans, and how far
 predictions were off."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator

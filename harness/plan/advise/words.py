@@ -1,7 +1,5 @@
 """Advice in words and tables, and as JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

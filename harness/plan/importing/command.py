@@ -1,7 +1,5 @@
 """`python -m harness.plan import`: profile and cluster files from measurements of other tools."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

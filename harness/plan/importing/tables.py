@@ -4,8 +4,6 @@ A column of times may be in another unit than asked for: `forward_ms` or `forwar
 `forward_s`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -7,8 +7,6 @@ within a node. So a layer of fixed time f and time t of one sample takes
     f + samples (t - f) / tp, and two all-reduces within the group forward and two backward.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`python -m harness.plan validate`: predict published steps, and score the predictions."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ A table `MODEL-train-SEQUENCE-BATCH.csv` has each torch.fx operator with its mil
 of the same name ending in `.json` the step.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ of computing. One placement on a node gives how much slower its GPUs compute bes
 communication among them included, and one over nodes gives the bandwidth between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path

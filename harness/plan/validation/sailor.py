@@ -6,8 +6,6 @@ model's GPU is of another model, as GPT-Neo's on GH200 is, another GPU's gives t
 the layers, and the smallest run of each microbatch the factor.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ on one GPU gives the time of computing and the smallest run on several the bandw
 as many of the same GPUs, with another share of the data, repeat that step, so they are not judged.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,8 +5,6 @@ equal. Each model's smallest pipeline of several devices gives the time of a sam
 the last runs forward again (torchgpipe's `except_last`); a single one does, too (`always`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
