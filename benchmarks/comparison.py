@@ -8,10 +8,12 @@ import platform
 import shlex
 import statistics
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from harness.errors import EXIT_CODE, HarnessError
 from harness.measure.statistics import paired_ratio
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.host import code_commit, cpu_model
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined(name: str, *, n_threads: int = 0) -> Iterator[Meeting]:
-    """Join the ranks of mpirun in a process group; all ranks must enter and leave.
+    """Join the ranks of mpirun in a process group; all ranks must enter and leave. An error on one
+    ends all, because the others would wait for it.
 
     Args:
         n_threads: of torch on each rank; 0: as many as runs take.
@@ -37,7 +40,16 @@ def joined(name: str, *, n_threads: int = 0) -> Iterator[Meeting]:
     meeting = meet(read_launch(os.environ), os.environ)
     torch.set_num_threads(n_threads or meeting.world.n_threads)
     join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
-    yield meeting
+    try:
+        yield meeting
+    except Exception as error:
+        if meeting.world.size == 1 or meeting.world.mpi is None:
+            raise
+        if isinstance(error, HarnessError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        meeting.world.mpi.Abort(EXIT_CODE)
     torch.distributed.destroy_process_group()
     meeting.leave()
 

@@ -14,20 +14,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import NoReturn
 
 import torch.distributed as dist
 import tyro
 from comparison import compare, joined, machine, show
 
-from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
+from harness.errors import EnvironmentSetupError
 from harness.measure.derive.links import bus_factor
 from harness.runtime.devices.sampling import Budget, clock_for
 from harness.runtime.ranks.gather import maximum_over_ranks
@@ -178,20 +175,6 @@ def main(options: Options) -> None:
             report(options, world, series)
 
 
-def end_all_ranks(code: int) -> NoReturn:
-    """End this rank, and under mpirun all others, which would wait for it."""
-    if "mpi4py.MPI" in sys.modules:
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks must not spin
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        end_all_ranks(EXIT_CODE)
-    except Exception:
-        traceback.print_exc()
-        end_all_ranks(1)
+    main(tyro.cli(Options, description=__doc__))
