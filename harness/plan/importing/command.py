@@ -32,9 +32,10 @@ from harness.units import parse_bandwidth
 
 # What each of these flags is of.
 _USERS = {
-    **dict.fromkeys(("batch_size", "n_layers"), "operators"),
-    **dict.fromkeys(("bandwidth", "memory"), "topology"),
-    "ranks": "collectives",
+    **dict.fromkeys(("batch_size", "n_layers"), ("operators",)),
+    **dict.fromkeys(("bandwidth", "memory"), ("topology",)),
+    "ranks": ("collectives",),
+    "memory_bandwidth": ("operators", "layer_times"),
 }
 
 
@@ -54,14 +55,10 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag_of(flag)} is {shorten(value)}: give a number from {least} to {most}"
             )
-    for flag, user in _USERS.items():
-        if getattr(args, flag) is not None and not getattr(args, user):
-            raise ConfigError(f"{flag_of(flag)} is of {flag_of(user)}: give that, or drop it")
-    has_model = args.operators is not None or args.layer_times is not None
-    if args.memory_bandwidth is not None and not has_model:
-        raise ConfigError(
-            "--memory-bandwidth is of --operators or --layer-times: give one, or drop it"
-        )
+    for flag, users in _USERS.items():
+        if getattr(args, flag) is not None and not any(getattr(args, user) for user in users):
+            words = " or ".join(map(flag_of, users))
+            raise ConfigError(f"{flag_of(flag)} is of {words}: give that, or drop it")
     has_cluster = args.topology is not None or args.cluster is not None
     if not (args.operators or args.layer_times or args.topology or args.collectives):
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")

@@ -4,7 +4,6 @@ import argparse
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -51,7 +50,6 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-_CALIBRATES = "calibrates the others"
 # Groups of points that are named for what they lack.
 _N_WORST = 3
 
@@ -66,12 +64,13 @@ def judge(
         progress(k, len(published.points))
         try:
             judged.append((point, _predict(point)))
-            reasons[_CALIBRATES] += bool(point.calibrates)
+            if point.calibrates:
+                reasons["calibrates the others"] += 1
         except NotExpressedError as error:
             reasons[str(error)] += 1
         except HarnessError as error:
             reasons[f"{type(error).__name__}: {error}"] += 1
-    return _scored(name, published, judged, {why: n for why, n in reasons.items() if n})
+    return _scored(name, published, judged, dict(reasons))
 
 
 def _predict(point: MeasuredStep) -> ValidatedPoint:
@@ -247,17 +246,17 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
             )
     for name, folder in found:
         line = ProgressLine()
+
+        def show(done: int, of: int, line: ProgressLine = line, name: str = name) -> None:
+            line.show(f"{name}: {done} of {of} steps predicted")
+
         try:
-            validation = judge(name, READERS[name].read(folder), partial(_show, line, name))
+            validation = judge(name, READERS[name].read(folder), show)
         finally:
             line.clear()
         if args.output is not None:
             write_atomically(args.output / validation_file(name), validation.to_json())
         yield validation
-
-
-def _show(line: ProgressLine, name: str, done: int, of: int) -> None:
-    line.show(f"{name}: {done} of {of} steps predicted")
 
 
 def lines(validations: Sequence[Validation]) -> list[str]:

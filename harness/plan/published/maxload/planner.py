@@ -8,12 +8,11 @@ from harness.errors import PlanError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
-from harness.plan.published.pipedream.planner import check_request, pipeline_strategy
+from harness.plan.published.pipedream.planner import pipeline_strategy, workload_of
 from harness.plan.published.pipedream.problem import (
     STATE_BYTES_PER_PARAMETER_BYTE,
     TICK_S,
     OperatorDag,
-    workload_from,
 )
 from harness.plan.published.pipedream.search import DeviceStage
 from harness.plan.simulate.network import Network
@@ -26,14 +25,10 @@ def plan(request: PlanRequest) -> PlanResult:
     """Plan one device for each operator; times are per profiled minibatch, in steady state.
 
     Raises:
-        PlanError: unlike devices, no plan fits the memory, no operator takes time, or the profile
-            lacks an operator.
+        PlanError: as `workload_of`, or no plan fits the memory.
     """
-    (graph, profile), cluster = request.model(), request.cluster
-    first = cluster.devices[0]
-    workload = workload_from(graph, profile, first.kind, first.speed)
-    check_request(request, workload, "maxload")
-    problem = problem_from(workload, cluster, request.memory_bytes)
+    workload = workload_of(request, "maxload")
+    problem = problem_from(workload, request.cluster, request.memory_bytes)
 
     def report(quick: OperatorPlacement, n_sets: int) -> None:
         progress = SearchProgress(n_proposals=n_sets, best_step_s=quick.load_s, phase="all sets")

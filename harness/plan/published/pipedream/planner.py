@@ -39,14 +39,11 @@ def plan(request: PlanRequest) -> PlanResult:
     """Plan by PipeDream's formula; times are per profiled minibatch, in steady state.
 
     Raises:
-        PlanError: unlike devices, no plan fits the memory, no operator takes time, or the profile
-            lacks an operator.
+        PlanError: as `workload_of`, or no plan fits the memory.
     """
-    (graph, profile), cluster = request.model(), request.cluster
-    first = cluster.devices[0]
-    workload = workload_from(graph, profile, first.kind, first.speed)
-    check_request(request, workload, "pipedream")
-    problem = PipelineProblem(workload, levels_for(cluster, request.memory_bytes, workload))
+    workload = workload_of(request, "pipedream")
+    levels = levels_for(request.cluster, request.memory_bytes, workload)
+    problem = PipelineProblem(workload, levels)
     deadline_s = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
     def report(quick: FoundPipeline) -> None:
@@ -61,10 +58,14 @@ def plan(request: PlanRequest) -> PlanResult:
     return _result(request, problem, found)
 
 
-def check_request(request: PlanRequest, workload: OperatorDag, cost: str) -> None:
-    """Refuse devices that a published cost cannot tell apart, times that say nothing, and those of
-    another batch."""
-    cluster, graph = request.cluster, request.model()[0]
+def workload_of(request: PlanRequest, cost: str) -> OperatorDag:
+    """The model with its times on the cluster's devices, which a published cost cannot tell apart.
+
+    Raises:
+        PlanError: unlike devices, another batch than the profiled one, no operator takes time, or
+            the profile lacks an operator.
+    """
+    (graph, profile), cluster = request.model(), request.cluster
     if None not in (request.batch, graph.batch) and request.batch != graph.batch:
         raise PlanError(
             f"--cost {cost} takes times as they were profiled, for a batch of {graph.batch}, and "
@@ -76,10 +77,11 @@ def check_request(request: PlanRequest, workload: OperatorDag, cost: str) -> Non
             f"--cost {cost} plans for equal devices, and the cluster has {len(kinds)} kinds or "
             "speeds: use --cost simulator"
         )
+    [(kind, speed)] = kinds
+    workload = workload_from(graph, profile, kind, speed)
     if not any(workload.compute_ticks):
-        raise PlanError(
-            f"all operators take 0 s on {cluster.devices[0].kind!r}: give FLOPs or a profile"
-        )
+        raise PlanError(f"all operators take 0 s on {kind!r}: give FLOPs or a profile")
+    return workload
 
 
 def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag) -> list[Level]:
