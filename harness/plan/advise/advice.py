@@ -92,14 +92,14 @@ class LargestBatch:
     """The largest global batch that a strategy can train on some devices; 0: none.
 
     Attributes:
-        recomputed: with recomputation by the segments that need the least memory; None where
+        recomputed_batch: with recomputation by the segments that need the least memory; None where
             forward may not run twice.
     """
 
     strategy: str
     devices: str
     batch: int
-    recomputed: int | None = None
+    recomputed_batch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,31 +67,30 @@ def known_plans(
     Args:
         optimizer: one of OPTIMIZER_STEPS; steps with another one do not count.
     """
-    found: list[KnownPlan] = []
-    steps: dict[int, list[float]] = defaultdict(list)
+    # By machines, name and batch, the newest first.
+    found: dict[tuple[tuple[str, ...], str, int], KnownPlan] = {}
+    steps: dict[tuple[tuple[str, ...], str, int], list[float]] = defaultdict(list)
     for path, header in reversed(find_runs(results)[0] if results is not None else []):
         try:
             plans = _plans_of(path, header, graph, cluster, profile, optimizer)
         except HarnessError:
             continue
         for plan in plans:
-            alike = [k for k, one in enumerate(found) if one.cluster == plan.cluster]
-            same = [k for k in alike if (found[k].name, found[k].batch) == (plan.name, plan.batch)]
-            if not same:
-                if plan.step_s is None and any(found[k].strategy for k in alike):
-                    continue
-                same = [len(found)]
-                found.append(plan)
-            first = found[same[0]]
-            found[same[0]] = replace(
-                first,
-                strategy=first.strategy or plan.strategy,
-                is_raced=first.is_raced or plan.is_raced,
+            machines = tuple(device.name for device in plan.cluster.devices)
+            key = machines, plan.name, plan.batch
+            has_newer = any(one.strategy for own, one in found.items() if own[0] == machines)
+            if key not in found and plan.step_s is None and has_newer:
+                continue
+            newer = found.get(key, plan)
+            found[key] = replace(
+                newer,
+                strategy=newer.strategy or plan.strategy,
+                is_raced=newer.is_raced or plan.is_raced,
             )
-            steps[same[0]] += [] if plan.step_s is None else [plan.step_s]
+            steps[key] += [] if plan.step_s is None else [plan.step_s]
     return tuple(
-        replace(one, step_s=statistics.median(steps[k])) if steps[k] else one
-        for k, one in enumerate(found)
+        replace(one, step_s=statistics.median(own)) if (own := steps[key]) else one
+        for key, one in found.items()
     )
 
 

@@ -231,12 +231,11 @@ def _change_table(advice: Advice) -> list[str]:
 
 
 def _batch_table(advice: Advice) -> list[str]:
+    def shown(batch: int | None) -> str:
+        return cell(batch, lambda n: str(n or "does not fit"))
+
     rows = [
-        [
-            one.strategy,
-            one.devices,
-            *(cell(n, lambda n: str(n or "does not fit")) for n in (one.batch, one.recomputed)),
-        ]
+        [one.strategy, one.devices, shown(one.batch), shown(one.recomputed_batch)]
         for one in advice.largest
     ]
     return ["", *table(["strategy", "devices", "largest global batch", "recomputed"], rows)]
@@ -286,15 +285,7 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
             }
             for change in advice.changes
         ],
-        "largest_batch": [
-            {
-                "strategy": one.strategy,
-                "devices": one.devices,
-                "batch": one.batch,
-                "recomputed_batch": one.recomputed,
-            }
-            for one in advice.largest
-        ],
+        "largest_batch": advice.largest,
         "uncertainty": shown.uncertainty.source,
         "n_unpriced": advice.n_unpriced,
     }
