@@ -179,10 +179,19 @@ def fit_options(
 ) -> ModelOptions:
     """Fill in missing classes, channels and image size from the data, else from the model.
 
+    What neither the flags nor the data determine stays 0 for a user's model, because the defaults
+    of its factory count then.
+
     Raises:
         ModelError: the model is unknown or does not accept the size or channels of the images.
     """
-    entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
+    entry = entry_of(name)
+    if entry is None:
+        return replace(
+            options,
+            image_size=options.image_size or data_image_size,
+            n_channels=options.n_channels or data_channels,
+        )
     if entry.takes == "dlrm":
         check_dlrm(options.dlrm)
         return options
@@ -200,7 +209,7 @@ def fit_options(
             + (f", a multiple of {entry.size_multiple}" if entry.size_multiple > 1 else "")
         )
     n_channels = options.n_channels or data_channels or entry.n_channels
-    if name in MODELS and entry.n_channels == 3 != n_channels:
+    if entry.n_channels == 3 != n_channels:
         raise ModelError(
             f"{name} takes images of 3 channels, the data has {n_channels}: use lenet or a factory "
             "of your own"
@@ -228,10 +237,6 @@ def _fit_text(name: str, entry: ModelEntry, options: ModelOptions) -> ModelOptio
         "classes": options.n_classes or entry.n_classes,
     }[text.head]
     return replace(options, text=text, n_classes=n_classes, image_size=0, n_channels=0)
-
-
-def _no_build(options: ModelOptions) -> nn.Module:
-    raise AssertionError("task_from_factory calls a user's factory")
 
 
 def _takes(entry: ModelEntry, size: int) -> bool:

@@ -38,6 +38,8 @@ from harness.runtime.tracing.refusals import refusal
 
 _log = logging.getLogger(__name__)
 
+# Arguments of factories whose values neither flags, data nor the factory say.
+_USUAL = {"n_classes": 1000, "n_channels": 3, "image_size": 224}
 _N_SAMPLES = 2
 _N_TOKENS = 128
 _TOKENS = "input_ids"
@@ -272,7 +274,8 @@ def _n_reserved(model: nn.Module) -> int:
 
 
 def task_from_factory(name: str, options: ModelOptions) -> Task:
-    """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
+    """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts; of
+    those that the options leave out, the factory's own defaults count.
 
     The factory returns a module over images (n, n_channels, image_size, image_size), a model of
     transformers, a pair of a module and example inputs, or a Task.
@@ -281,12 +284,13 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         ModelError: the factory is missing, fails or returns another type, or its model has
             weights without a shape.
     """
-    offered = {
-        "n_classes": options.n_classes,
-        "n_channels": options.n_channels,
-        "image_size": options.image_size,
+    function = UserFunction(name, "--model", ModelError)
+    own = function.defaults()
+    offered: dict[str, Any] = {
+        size: getattr(options, size) or own.get(size) or usual for size, usual in _USUAL.items()
     }
-    built = UserFunction(name, "--model", ModelError).call(offered)
+    options = replace(options, **offered)
+    built = function.call(offered)
     return task_of(f"--model {name!r}", built, options)
 
 

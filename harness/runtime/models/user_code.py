@@ -55,6 +55,14 @@ class UserFunction:
         with self._contained():
             return function(**given)
 
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the function's arguments, by name; None for those without."""
+        parameters = inspect.signature(self.load()).parameters
+        return {
+            name: None if parameter.default is parameter.empty else parameter.default
+            for name, parameter in parameters.items()
+        }
+
     def load(self) -> Callable[..., Any]:
         """Import the function."""
         with self._contained():

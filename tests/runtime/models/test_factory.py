@@ -9,6 +9,7 @@ from nets import users_task
 from torch import nn
 
 from harness.errors import ModelError
+from harness.runtime.models import fit_options
 from harness.runtime.models.factory import task_from_factory, weights_on_meta
 from harness.runtime.models.task import ModelOptions
 
@@ -123,6 +124,24 @@ def test_what_a_factory_lacks_is_said_with_its_remedy(name, text, message, user)
         task_from_factory(name, OPTIONS)
     assert message in str(caught.value)
     assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "weight", "side"),
+    [({}, (2, 3), 8), ({"n_classes": 5, "n_channels": 1, "image_size": 4}, (5, 1), 4)],
+)
+def test_a_factorys_defaults_count_where_flags_and_data_say_nothing(asked, weight, side, user):
+    user(
+        "users_default",
+        "from torch import nn\ndef net(n_channels, n_classes=2, image_size=8):\n"
+        "    pool = nn.AvgPool2d(image_size), nn.Flatten()\n"
+        "    return nn.Sequential(*pool, nn.Linear(n_channels, n_classes))",
+    )
+    options = fit_options("users_default:net", ModelOptions(**asked))
+    task = task_from_factory("users_default:net", options)
+    assert task.n_classes == weight[0]
+    assert [tuple(p.shape) for p in task.model.parameters()] == [weight, weight[:1]]
+    assert [spec.shape for spec in task.inputs] == [(weight[1], side, side)]
 
 
 def test_an_error_of_the_users_own_is_handed_on(user):
