@@ -18,6 +18,7 @@ _LONGEST = 64
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 _MOST_BYTES = 2.0**60
 _MOST_BYTES_PER_S = 1e18
+_LEAST_MEMORY = 10**6  # of a device; less is a number whose unit was forgotten
 
 
 def _split(text: str, quantity: str, example: str) -> tuple[float, str]:
@@ -54,6 +55,21 @@ def parse_bytes(text: str) -> int:
     prefix = unit.removesuffix("B").removesuffix("b")
     n_bytes = number * _scale(prefix, text, "size", "16MiB or 4GB")
     return round(_check(n_bytes, _MOST_BYTES, text, "size", "1048576 TiB"))
+
+
+def parse_memory(text: str) -> int:
+    """Read the memory of a device, such as `12GB`; returns bytes.
+
+    Raises:
+        ConfigError: not a size, below 1 MB, or above 2**60 bytes.
+    """
+    n_bytes = parse_bytes(text)
+    if n_bytes < _LEAST_MEMORY:
+        raise ConfigError(
+            f"--memory {text} is {format_bytes(n_bytes)}, which is no device's: write it with a "
+            "unit, such as 12GB"
+        )
+    return n_bytes
 
 
 def parse_bandwidth(text: str) -> float:

@@ -47,10 +47,9 @@ from harness.plan.flags import (
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
-from harness.units import format_bytes, parse_bandwidth, parse_bytes
+from harness.units import parse_bandwidth, parse_memory
 
 _ESTIMATES = (FROM_FLOPS, ROOFLINE)
-_LEAST_MEMORY = 10**6  # less is a number whose unit was forgotten
 
 
 def request_from(
@@ -149,15 +148,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 def _memory_of(args: argparse.Namespace) -> int | None:
     """Bytes that each device may use; None where no flag says."""
-    if args.memory is None:
-        return None
-    n_bytes = parse_bytes(args.memory)
-    if n_bytes < _LEAST_MEMORY:
-        raise ConfigError(
-            f"--memory {args.memory} is {format_bytes(n_bytes)}, which is no device's: write it "
-            "with a unit, such as 12GB"
-        )
-    return n_bytes
+    return None if args.memory is None else parse_memory(args.memory)
 
 
 def _check_there(name: str, path: Path, remedy: str) -> None:

@@ -26,7 +26,7 @@ from harness.inputs import MOST_COUNT
 from harness.runtime.models import MODELS, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, TextOptions
 from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
-from harness.units import parse_bytes
+from harness.units import parse_memory
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
 ReduceDtype = Literal["fp32", "bf16"]
@@ -276,7 +276,7 @@ class SearchFlags:
 
     @property
     def memory_bytes(self) -> int | None:
-        return None if self.memory is None else parse_bytes(self.memory)
+        return None if self.memory is None else parse_memory(self.memory)
 
     @property
     def asked_state(self) -> ShardState | None:
@@ -289,8 +289,7 @@ class SearchFlags:
         check_above_zero(self, ("search_seconds",))
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"--ema {self.ema} must be above 0 and below 1, such as 0.999")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ConfigError(f"--memory {self.memory} is below 1 B: add a unit, such as 12GiB")
+        _ = self.memory_bytes  # which refuses what is no size of a device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
          "--stages 5 need a rank each under 1f1b, the run has 4"),
         ({"strategy": ("dp=4,pp=2",)}, "--strategy dp=4,pp=2 needs 8 ranks, the run has 4"),
         ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, ddp does not use"),
+        ({"strategy": ("searched",), "memory": "12"}, "--memory 12 is 12 B, which is no device's"),
         ({"trials": 1, "strategy": ("pipeline", "single")},
          "--trials 1 is for --strategy searched"),
         ({"memory": "12GB", "strategy": ("plan.json",)},
