@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from harness.plan.compiled import compiled, inlined, pop, push
-from harness.plan.simulate.passes import BACKWARD, FORWARD, NONE
-from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
+from harness.plan.simulate.passes import NONE
+from harness.plan.simulate.work import offsets
 
 
 @inlined
@@ -40,6 +40,18 @@ def remaining_load(load: float, since: float, until: float, now: float) -> float
     return max(0.0, load - rate * passed)
 
 
+@inlined
+def _price_of(work: Any, begins: Any, task: int) -> Any:
+    """Position of the price of an all-reduce, or of a bucket."""
+    _, _, sums, sums_back, buckets, _ = begins
+    n_sums = len(work.sum_is_collective)
+    if task >= buckets:
+        return 2 * n_sums + task - buckets
+    if task >= sums_back:
+        return n_sums + (task - sums_back) % n_sums
+    return (task - sums) % n_sums
+
+
 @compiled
 def load_hosts(
     work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
@@ -54,7 +66,7 @@ def load_hosts(
         )
         costs = work.edge_bytes[e] * work.host_s_per_byte
     else:
-        price = reduce_of(work, begins, task)[0]
+        price = _price_of(work, begins, task)
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
         costs = work.reduce_host_bytes[price] * work.host_s_per_byte
     for device in devices:
@@ -68,73 +80,6 @@ def load_hosts(
             load_since[device] = now
         load[device] += added
         load_until[device] = max(load_until[device], end)
-
-
-@inlined
-def _notify(
-    waits: Any, ready: Any, cause: Any, freed: Any, n_freed: int, after: int, end: float, by: int
-) -> int:
-    """Note that one dependency of a task is done; free the task if it was the last.
-
-    Returns:
-        The number of freed tasks.
-    """
-    waits[after] -= 1
-    # Ties go to the lower number, independent of the order of notification.
-    is_first = cause[after] == NONE or by < cause[after]
-    if end > ready[after] or (end == ready[after] and is_first):
-        ready[after] = end
-        cause[after] = by
-    if waits[after] == 0:
-        freed[n_freed] = after
-        n_freed += 1
-    return n_freed
-
-
-@inlined
-def _release(
-    work: Any, links: Any, begins: Any, task: int, end: float, waits: Any, ready: Any, cause: Any,
-    freed: Any,
-) -> int:  # fmt: skip
-    """Notify all tasks that wait for a compute task; put those that may start into `freed`."""
-    compute, back, sums, sums_back, buckets, _ = begins
-    rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_collective)
-    pass_, rest = divmod(task, work.n_microbatches * rows)
-    m, row = divmod(rest, rows)
-    n = 0
-    if work.following[task] != NONE:
-        n = _notify(waits, ready, cause, freed, n, work.following[task], end, task)
-    if pass_ == FORWARD:
-        for k in range(links.out_ptr[row], links.out_ptr[row + 1]):
-            if work.edge_goes[links.out_edges[k]]:
-                after = compute + m * n_edges + links.out_edges[k]
-                n = _notify(waits, ready, cause, freed, n, after, end, task)
-        for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
-            if work.sum_goes[links.source_sums[k]]:
-                after = sums + m * n_sums + links.source_sums[k]
-                n = _notify(waits, ready, cause, freed, n, after, end, task)
-    elif pass_ == BACKWARD:
-        for k in range(links.in_ptr[row], links.in_ptr[row + 1]):
-            if work.edge_returns[links.in_edges[k]]:
-                after = back + m * n_edges + links.in_edges[k]
-                n = _notify(waits, ready, cause, freed, n, after, end, task)
-        for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
-            c = links.source_sums[k]
-            if work.sum_is_collective[c] and work.sum_returns[c]:
-                n = _notify(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
-        for k in range(links.target_ptr[row], links.target_ptr[row + 1]):
-            c = links.target_sums[k]
-            if work.sum_returns[c]:
-                n = _notify(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
-    move = links.gate_head[task]
-    while move != NONE:
-        n = _notify(waits, ready, cause, freed, n, compute + move, end, task)
-        move = links.gate_next[move]
-    t = links.trigger_head[task]
-    while t != NONE:
-        n = _notify(waits, ready, cause, freed, n, buckets + work.trigger_bucket[t], end, task)
-        t = links.trigger_next[t]
-    return n
 
 
 @compiled
@@ -213,12 +158,11 @@ def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
 
 
 @compiled
-def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
+def run_events(work: Any, dependents: Any, device_begin: Any) -> Any:
     """Run all events. One long function, because split into several it took 1.05 to 1.3 times as
     long.
 
     Args:
-        n_waits: number of dependencies by task.
         device_begin: seconds by device, before which it neither computes nor receives.
 
     Returns:
@@ -231,7 +175,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     rows, n_edges = len(work.device_of), len(work.edge_bytes)
     start, finish = np.full(total, np.nan), np.full(total, np.nan)
     ready, cause = np.zeros(total), np.full(total, NONE, np.int64)
-    waits = n_waits.copy()
+    waits = dependents.waits.copy()
     free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
     is_timed = work.host_s_per_byte.max() > 0  # communication has overhead
@@ -240,41 +184,28 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)
     load_since, load_until = np.zeros(n_devices), np.zeros(n_devices)
 
-    freed = np.empty(total + n_devices, np.int64)
-    stack, n_stack = np.empty(compute + 1, np.int64), 0
+    dependents_ptr, dependent = dependents.ptr, dependents.tasks
+    stack, n_stack = np.empty(compute + 1, np.int64), 0  # of compute tasks, in any order
     keys, ids, n_heap = np.empty(3 * total + 1), np.empty(3 * total + 1, np.int64), 0
-    n_freed = 0
     _set_begin(work, begins, device_begin, ready)
-    for device in range(n_devices):
-        if work.first[device] != NONE and waits[work.first[device]] == 0:
-            freed[n_freed] = work.first[device]
-            n_freed += 1
+    for task in work.first:
+        if task != NONE and waits[task] == 0:
+            push(keys, ids, n_heap, ready[task], task)
+            n_heap += 1
     for task in range(begins[4], total):
         if waits[task] == 0:  # the first gathers of weights
-            freed[n_freed] = task
-            n_freed += 1
+            push(keys, ids, n_heap, ready[task], task)
+            n_heap += 1
 
-    while True:
-        for i in range(n_freed):
-            one = freed[i]
-            if one < compute and not is_timed:
-                stack[n_stack] = one
-                n_stack += 1
-            else:
-                push(keys, ids, n_heap, ready[one], one)
-                n_heap += 1
+    while n_stack + n_heap > 0:
         if n_stack > 0:
             n_stack -= 1
             task = stack[n_stack]
             now = ready[task]
-        elif n_heap > 0:
+        else:
             now = keys[0]
             task = pop(keys, ids, n_heap)
             n_heap -= 1
-        else:
-            break
-        n_freed = 0
-
         if task >= total:
             moved = task - total
             load_hosts(
@@ -290,14 +221,10 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 n_heap += 1
                 continue
             running[device] = NONE
-            finish[task] = now
-            n_freed = _release(work, links, begins, task, now, waits, ready, cause, freed)
-            continue
-        if task < compute:
-            pass_, rest = divmod(task, work.n_microbatches * rows)
-            m, row = divmod(rest, rows)
-            device = work.device_of[row]
-            seconds = work.seconds[pass_, row]
+            end = now
+        elif task < compute:
+            device = work.device_of[task % rows]
+            seconds = work.seconds[task // (work.n_microbatches * rows), task % rows]
             start[task] = now
             if is_timed:
                 running[device] = task
@@ -307,31 +234,32 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
-            finish[task] = now + seconds
-            n_freed = _release(work, links, begins, task, finish[task], waits, ready, cause, freed)
-            continue
-
-        if task < sums:
-            is_back = task >= back
-            m, e = divmod(task - (back if is_back else compute), n_edges)
-            begin, end = _serve_move(work, task, e, is_back, now, free, busy, holder, cause)
-            start[task], finish[task] = begin, end
-            which = BACKWARD if is_back else FORWARD
-            row = work.edge_source[e] if is_back else work.edge_target[e]
-            after = (which * work.n_microbatches + m) * rows + row
-            n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
+            end = now + seconds
         else:
-            price, c, m, is_back = reduce_of(work, begins, task)
-            begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
-            start[task], finish[task] = begin, end
-            if c != NONE:
-                waiting = freed_by_sum(work, c, m, is_back)
+            if task < sums:
+                e = (task - compute) % n_edges
+                is_back = task >= back
+                begin, end = _serve_move(work, task, e, is_back, now, free, busy, holder, cause)
             else:
-                bucket = task - begins[4]
-                waiting = work.after_task[work.after_ptr[bucket] : work.after_ptr[bucket + 1]]
-            for after in waiting:
-                n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
-        if is_timed:
-            push(keys, ids, n_heap, start[task], task + total)
-            n_heap += 1
+                price = _price_of(work, begins, task)
+                begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
+            start[task] = begin
+            if is_timed:
+                push(keys, ids, n_heap, begin, task + total)
+                n_heap += 1
+        finish[task] = end
+        for k in range(dependents_ptr[task], dependents_ptr[task + 1]):
+            after = dependent[k]
+            # Ties go to the lower number, independent of the order of events.
+            is_first = cause[after] == NONE or task < cause[after]
+            if end > ready[after] or (end == ready[after] and is_first):
+                ready[after], cause[after] = end, task
+            waits[after] -= 1
+            if waits[after] == 0:
+                if after < compute and not is_timed:
+                    stack[n_stack] = after
+                    n_stack += 1
+                else:
+                    push(keys, ids, n_heap, ready[after], after)
+                    n_heap += 1
     return start, finish, cause, busy

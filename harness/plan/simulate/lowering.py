@@ -34,11 +34,10 @@ from harness.plan.simulate.sharded_state import (
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
 from harness.plan.simulate.work import (
-    Links,
+    Dependents,
     Work,
-    count_waits,
+    find_dependents,
     last_tasks,
-    link,
     offsets,
     order_tasks,
 )
@@ -52,7 +51,6 @@ class Lowered:
     """Input of the event loop, and results that need no events.
 
     Attributes:
-        waits: number of dependencies by task.
         begins: first numbers of tasks, see `work.offsets`.
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
@@ -63,8 +61,7 @@ class Lowered:
     """
 
     work: Work
-    links: Links
-    waits: Ints
+    dependents: Dependents
     begins: tuple[int, ...]
     edges: Edges
     buckets: Buckets
@@ -154,8 +151,7 @@ def lower(
     )
     return Lowered(
         work=found,
-        links=link(found),
-        waits=count_waits(found),
+        dependents=find_dependents(found),
         begins=offsets(found),
         edges=edges,
         buckets=buckets,

@@ -311,9 +311,7 @@ def _run(lowered: Lowered, begin: Floats) -> tuple[Floats, Floats, Ints, Floats,
     `device_end_s`."""
     from harness.plan.simulate import kernels
 
-    start, finish, cause, busy = kernels.run_events(
-        lowered.work, lowered.links, lowered.waits, begin
-    )
+    start, finish, cause, busy = kernels.run_events(lowered.work, lowered.dependents, begin)
     buckets = lowered.buckets
     complete = np.where(lowered.last >= 0, finish[lowered.last], 0.0)  # of each device's gradients
     np.maximum.at(complete, buckets.end_device, finish[lowered.begins[4] + buckets.end_bucket])

@@ -179,21 +179,18 @@ class Work(NamedTuple):
     after_task: Any  # compute tasks that wait for a bucket: users of gathered weights
 
 
-class Links(NamedTuple):
-    """Dependents of each task, as lists by row or task."""
+class Dependents(NamedTuple):
+    """The tasks that wait for each task.
 
-    out_ptr: Any  # edge rows by producer
-    out_edges: Any
-    in_ptr: Any  # edge rows by consumer
-    in_edges: Any
-    source_ptr: Any  # positions in sum_source by row
-    source_sums: Any
-    target_ptr: Any
-    target_sums: Any
-    trigger_head: Any  # (4 M R,) first position in trigger_task, or NONE
-    trigger_next: Any
-    gate_head: Any  # (4 M R,) first transfer (counted from 0) posted after it, or NONE
-    gate_next: Any
+    Attributes:
+        ptr: (n_tasks + 1,) into tasks.
+        tasks: that wait.
+        waits: (n_tasks,) for how many tasks each one waits.
+    """
+
+    ptr: Any
+    tasks: Any
+    waits: Any
 
 
 @compiled
@@ -215,133 +212,72 @@ def offsets(work: Any) -> Any:
 
 
 @compiled
-def _group(rows: Any, n_rows: int) -> Any:
-    """Group positions of an array by the row there: (pointers, positions)."""
-    pointers = np.zeros(n_rows + 1, np.int64)
-    for row in rows:
-        pointers[row + 1] += 1
-    for k in range(n_rows):
-        pointers[k + 1] += pointers[k]
-    fill = pointers[:-1].copy()
-    positions = np.empty(len(rows), np.int64)
-    for e in range(len(rows)):
-        positions[fill[rows[e]]] = e
-        fill[rows[e]] += 1
-    return pointers, positions
-
-
-@compiled
-def _owners(pointers: Any) -> Any:
-    """The list that each position belongs to."""
-    return np.repeat(np.arange(len(pointers) - 1), np.diff(pointers))
-
-
-@compiled
-def link(work: Any) -> Any:
-    """Build all lists of dependents."""
-    rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
-    n_compute = N_PASSES * m * rows
-    out_ptr, out_edges = _group(work.edge_source, rows)
-    in_ptr, in_edges = _group(work.edge_target, rows)
-    source_ptr, at_source = _group(work.sum_source, rows)
-    target_ptr, at_target = _group(work.sum_target, rows)
-    trigger_head = np.full(n_compute, NONE, np.int64)
-    trigger_next = np.full(len(work.trigger_task), NONE, np.int64)
-    for t in range(len(work.trigger_task)):
-        trigger_next[t] = trigger_head[work.trigger_task[t]]
-        trigger_head[work.trigger_task[t]] = t
-    gate_head = np.full(n_compute, NONE, np.int64)
-    gate_next = np.full(2 * m * n_edges, NONE, np.int64)
-    for k in range(m):
-        for e in range(n_edges):
-            task = work.gate[(FORWARD * m + k) * rows + work.edge_target[e]]
-            move = k * n_edges + e
-            if task != NONE and work.edge_goes[e]:
-                gate_next[move] = gate_head[task]
-                gate_head[task] = move
-            task = work.gate[(BACKWARD * m + k) * rows + work.edge_source[e]]
-            move += m * n_edges
-            if task != NONE and work.edge_returns[e]:
-                gate_next[move] = gate_head[task]
-                gate_head[task] = move
-    return Links(
-        out_ptr,
-        out_edges,
-        in_ptr,
-        in_edges,
-        source_ptr,
-        _owners(work.sum_source_ptr)[at_source],
-        target_ptr,
-        _owners(work.sum_target_ptr)[at_target],
-        trigger_head,
-        trigger_next,
-        gate_head,
-        gate_next,
-    )
-
-
-@compiled
-def count_waits(work: Any) -> Any:
-    """Number of dependencies of each task."""
-    rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
-    compute, back, sums, sums_back, buckets, end = offsets(work)
-    n_sums = len(work.sum_is_collective)
-    waits = np.zeros(end, np.int64)
-    for t in range(len(work.trigger_task)):
-        waits[buckets + work.trigger_bucket[t]] += 1
-    for task in work.after_task:
-        waits[task] += 1
-    for k in range(m):
-        for e in range(n_edges):
-            if work.edge_goes[e]:
-                task = (FORWARD * m + k) * rows + work.edge_target[e]
-                waits[task] += 1
-                waits[compute + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
-            if work.edge_returns[e]:
-                task = (BACKWARD * m + k) * rows + work.edge_source[e]
-                waits[task] += 1
-                waits[back + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
-        for c in range(n_sums):
-            n_sources = work.sum_source_ptr[c + 1] - work.sum_source_ptr[c]
-            if work.sum_goes[c]:
-                waits[sums + k * n_sums + c] = n_sources
-            if work.sum_returns[c]:
-                n_targets = work.sum_target_ptr[c + 1] - work.sum_target_ptr[c]
-                waits[sums_back + k * n_sums + c] = (
-                    n_sources if work.sum_is_collective[c] else n_targets
-                )
-            for is_back in range(2):
-                for task in freed_by_sum(work, c, k, is_back == 1):
-                    waits[task] += 1
+def find_dependents(work: Any) -> Any:
+    """Find what waits for each task."""
+    compute, moves_back, sums, sums_back, buckets, end = offsets(work)
+    rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_collective)
+    n_ends = len(work.sum_source) + len(work.sum_target)
+    most = compute + work.n_microbatches * (6 * n_edges + 4 * n_ends)
+    most += len(work.trigger_task) + len(work.after_task)
+    before, after = np.empty(most, np.int64), np.empty(most, np.int64)
+    n = 0
     for task in range(compute):
         if work.following[task] != NONE:
-            waits[work.following[task]] += 1
-    return waits
+            before[n], after[n] = task, work.following[task]
+            n += 1
+    for k in range(len(work.trigger_task)):
+        before[n], after[n] = work.trigger_task[k], buckets + work.trigger_bucket[k]
+        n += 1
+    for bucket in range(len(work.after_ptr) - 1):
+        for k in range(work.after_ptr[bucket], work.after_ptr[bucket + 1]):
+            before[n], after[n] = buckets + bucket, work.after_task[k]
+            n += 1
+    for microbatch in range(work.n_microbatches):
+        for way in (FORWARD, BACKWARD):
+            base = (way * work.n_microbatches + microbatch) * rows
+            travels = work.edge_goes if way == FORWARD else work.edge_returns
+            senders = work.edge_source if way == FORWARD else work.edge_target
+            readers = work.edge_target if way == FORWARD else work.edge_source
+            move = (compute if way == FORWARD else moves_back) + microbatch * n_edges
+            for e in range(n_edges):
+                if not travels[e]:
+                    continue
+                before[n], after[n] = base + senders[e], move + e
+                before[n + 1], after[n + 1] = move + e, base + readers[e]
+                n += 2
+                if work.gate[base + readers[e]] != NONE:
+                    before[n], after[n] = work.gate[base + readers[e]], move + e
+                    n += 1
+            happens = work.sum_goes if way == FORWARD else work.sum_returns
+            total = (sums if way == FORWARD else sums_back) + microbatch * n_sums
+            for c in range(n_sums):
+                if not happens[c]:
+                    continue
+                sources = work.sum_source[work.sum_source_ptr[c] : work.sum_source_ptr[c + 1]]
+                targets = work.sum_target[work.sum_target_ptr[c] : work.sum_target_ptr[c + 1]]
+                is_collective = work.sum_is_collective[c]
+                for row in sources if is_collective or way == FORWARD else targets:
+                    before[n], after[n] = base + row, total + c
+                    n += 1
+                for row in sources if is_collective or way == BACKWARD else targets:
+                    waiting = work.following[base + row] if is_collective else base + row
+                    if waiting != NONE:
+                        before[n], after[n] = total + c, waiting
+                        n += 1
+    return _grouped(before[:n], after[:n], end)
 
 
 @compiled
-def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
-    """The compute tasks that wait for an all-reduce within a microbatch."""
-    which = BACKWARD if is_back else FORWARD
-    base = (which * work.n_microbatches + microbatch) * len(work.device_of)
-    if not (work.sum_returns[c] if is_back else work.sum_goes[c]):
-        return np.empty(0, np.int64)
-    sources = base + work.sum_source[work.sum_source_ptr[c] : work.sum_source_ptr[c + 1]]
-    if work.sum_is_collective[c]:
-        following = work.following[sources]
-        return following[following != NONE]
-    if is_back:
-        return sources
-    return base + work.sum_target[work.sum_target_ptr[c] : work.sum_target_ptr[c + 1]]
-
-
-@inlined
-def reduce_of(work: Any, begins: Any, task: int) -> Any:
-    """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
-    _, _, sums, sums_back, buckets, _ = begins
-    n_sums = len(work.sum_is_collective)
-    if task >= buckets:
-        return 2 * n_sums + task - buckets, NONE, 0, False
-    is_back = task >= sums_back
-    m, c = divmod(task - (sums_back if is_back else sums), n_sums)
-    return c + (n_sums if is_back else 0), c, m, is_back
+def _grouped(before: Any, after: Any, n_tasks: int) -> Any:
+    """Pairs of a task and one that waits for it, by the first."""
+    waits, ptr = np.zeros(n_tasks, np.int64), np.zeros(n_tasks + 1, np.int64)
+    for k in range(len(before)):
+        ptr[before[k] + 1] += 1
+        waits[after[k]] += 1
+    for task in range(n_tasks):
+        ptr[task + 1] += ptr[task]
+    place, tasks = ptr[:-1].copy(), np.empty(len(before), np.int64)
+    for k in range(len(before)):
+        tasks[place[before[k]]] = after[k]
+        place[before[k]] += 1
+    return Dependents(ptr, tasks, waits)
