@@ -28,7 +28,7 @@ from harness.domain.weight_units import (
 )
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.passes import NONE, PASSES
+from harness.plan.simulate.passes import ACTIONS, NONE
 from harness.plan.simulate.tables import Buckets, Flow, Tables
 from harness.plan.simulate.transfers import Floats, Ints
 
@@ -237,7 +237,7 @@ def find_units(
 def _recomputed(tables: Tables, flow: Flow) -> Iterator[tuple[list[int], list[int]]]:
     """The operators of each stage, and the segment of each that recomputation runs as a whole."""
     bounds = pairwise(flow.stage_ptr.tolist())
-    for n_segments, (begin, end) in zip(flow.segments, bounds, strict=True):
+    for n_segments, (begin, end) in zip(flow.segments.tolist(), bounds, strict=True):
         ops = flow.stage_ops[begin:end].tolist()
         key = tuple(ops), n_segments
         if key not in tables.costs.segments:
@@ -249,7 +249,7 @@ def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
     """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
     units of freed weights begin segments too."""
     segment_of = np.zeros(tables.n_ops, dtype=np.int64)
-    if not units and max(flow.segments) == 1:
+    if not units and flow.segments.max() == 1:
         return segment_of
     units_of: dict[int, set[int]] = defaultdict(set)
     for number, unit in enumerate(units):
@@ -300,7 +300,7 @@ def plan_gathers(
     for number, unit in enumerate(units):
         by_group[unit.devices][number] = unit
     for group, own in by_group.items():
-        actions = flow.rank_actions[flow.rank_of[group[0]]]
+        actions = flow.actions_of(group[0])
         if not is_freeing:
             actions = [one for one in actions if one.kind == "forward" and one.microbatch == 0]
         gathered = set[int]()
@@ -312,7 +312,8 @@ def plan_gathers(
             unit, action = own[visit.unit], actions[visit.first]
             ops = [op for op in unit.operators if flow.stage_of[op] == action.stage]
             op = ops[0] if action.kind == "forward" else ops[-1]
-            first_task = (PASSES[action.kind] * flow.n_microbatches + action.microbatch) * n_rows
+            which = ACTIONS.index(action.kind)
+            first_task = (which * flow.n_microbatches + action.microbatch) * n_rows
             first = [first_task + int(row_at[op * tables.n_devices + device]) for device in group]
             number = len(gathers.units)
             gathers.units.append(unit)

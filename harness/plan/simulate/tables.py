@@ -6,6 +6,7 @@ only its row and its edges. Replacing it back undoes the change.
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +18,29 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.passes import PASSES
+from harness.plan.simulate.passes import ACTIONS, WEIGHT
 from harness.plan.simulate.transfers import Edges, Floats, Ints
 
 
-@dataclass(frozen=True)
-class Flow:
-    """Schedule and stages as arrays (see `work.order_tasks`)."""
+class Flow(NamedTuple):
+    """Schedule and stages, in arrays."""
 
     n_microbatches: int
-    stage_of: Ints  # stage of each operator; -1 for those without tasks
-    stage_ptr: Ints
-    stage_ops: Ints
-    recompute: npt.NDArray[np.bool_]
-    segments: tuple[int, ...]  # of each stage
-    rank_of: Ints
-    rank_actions: list[list[Action]]
-    action_ptr: Ints
-    actions: Ints  # (n, 3) the same: pass, microbatch, stage
-    split_weight: bool
+    stage_of: Ints  # (operators,) stage; -1 for those without tasks
+    stage_ptr: Ints  # (S + 1,) into stage_ops
+    stage_ops: Ints  # operators by stage, in topological order
+    recompute: npt.NDArray[np.bool_]  # (S,)
+    segments: Ints  # (S,) their number
+    rank_of: Ints  # (D,) pipeline rank of a device, or -1
+    action_ptr: Ints  # (P + 1,) into actions
+    actions: Ints  # (n, 3) pass, microbatch, stage by rank
+    split_weight: bool  # the schedule has weight passes, which then free the activations
+
+    def actions_of(self, device: int) -> list[Action]:
+        """The actions of a device."""
+        begin, end = self.action_ptr[self.rank_of[device] :][:2]
+        rows = self.actions[begin:end].tolist()
+        return [Action(ACTIONS[which], microbatch, stage) for which, microbatch, stage in rows]
 
 
 @dataclass(frozen=True)
@@ -85,33 +90,32 @@ def flow_of(
     has_weights, n_ranks = SCHEDULES[schedule].splits_backward, len(dict.fromkeys(stage_devices))
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
-    ranks: list[list[Action]] = []
+    lists = []
     for rank in range(n_ranks):
         rank_of[list(stage_devices[rank])] = rank
-        actions = rank_actions(
+        own: list[tuple[int, int, int]] = []
+        for action in rank_actions(
             schedule,
             n_stages=len(stages),
             n_microbatches=n_microbatches,
             n_ranks=n_ranks,
             rank=rank,
-        )
-        ranks.append([])
-        for action in actions:
-            ranks[-1].append(action)
-            if action.kind == "backward" and options.updates_each_microbatch and not has_weights:
-                ranks[-1].append(action._replace(kind="weight"))
-    rows = [(PASSES[kind], microbatch, stage) for own in ranks for kind, microbatch, stage in own]
+        ):
+            own.append((ACTIONS.index(action.kind), action.microbatch, action.stage))
+            updates = options.updates_each_microbatch and not has_weights
+            if action.kind == "backward" and updates:
+                own.append((WEIGHT, action.microbatch, action.stage))
+        lists.append(own)
     return Flow(
         n_microbatches=n_microbatches,
         stage_of=np.array(stages_of_ops, dtype=np.int64),
         stage_ptr=pointers(stage_ops),
         stage_ops=np.array([op for ops in stage_ops for op in ops], dtype=np.int64),
         recompute=np.array([stage.recompute for stage in stages], dtype=np.bool_),
-        segments=tuple(stage.segments for stage in stages),
+        segments=np.array([stage.segments for stage in stages], dtype=np.int64),
         rank_of=rank_of,
-        rank_actions=ranks,
-        action_ptr=pointers(ranks),
-        actions=np.array(rows, dtype=np.int64).reshape(-1, 3),
+        action_ptr=pointers(lists),
+        actions=np.array([a for actions in lists for a in actions], dtype=np.int64).reshape(-1, 3),
         split_weight=has_weights,
     )
 

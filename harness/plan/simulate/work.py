@@ -28,37 +28,44 @@ def _append(task: int, device: int, following: Any, position: Any, first: Any, l
     last[device] = task
 
 
+class RowBytes(NamedTuple):
+    """Bytes of memory by row."""
+
+    kept: Any  # (R,) from forward to backward: outputs and received inputs
+    outside: Any  # (R,) the part of them that recomputation keeps: received, or read later
+    brief: Any  # (R,) during its forward only
+    passing: Any  # (2, R) of gradients to other owners, during forward and backward
+    gradients: Any  # (R,) allocated by the first backward, and held to the end of the step
+
+
+class TaskOrder(NamedTuple):
+    """The tasks of each device in their order."""
+
+    following: Any  # (n_tasks,) next task on the device, or NONE
+    position: Any  # (n_tasks,) number of earlier tasks on its device
+    first: Any  # (D,)
+    last: Any  # (D,)
+    # (n_tasks,) the task after which a task's receives are posted, or NONE: the last one before the
+    # wait for the exchange that many earlier.
+    gate: Any
+    peak: Any  # (D,) most bytes of activations and such gradients held at once
+
+
 @compiled
 def order_tasks(
-    n_microbatches: int,
+    flow: Any,
     row_at: Any,  # (operators, devices) the row, or NONE
     receives: Any,  # (4, R) whether a pass of a row waits for transfers
-    n_first: int,  # exchanges posted before the step, and ahead in a wait; arguments, because
-    n_ahead: int,  # numba's cache would not notice changed constants
-    kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) the part that recomputation keeps: received, or read later
-    brief_bytes: Any,  # (R,) held during its forward only
-    passing_bytes: Any,  # (2, R) of gradients to other owners, in memory during forward, backward
-    gradient_bytes: Any,  # (R,) allocated by the first backward, and held to the end of the step
-    stage_ptr: Any,  # (S + 1,) into stage_ops
-    stage_ops: Any,  # operators by stage, in topological order
+    n_posted: Any,  # exchanges posted before the step, and ahead in a wait; an argument, because
+    # numba's cache would not notice changed constants
+    n_bytes: Any,  # RowBytes
     segment_of: Any,  # (R,) number of the segment, which a device runs again together
     recompute: Any,  # (R,) whether it runs again
-    rank_of: Any,  # (D,) pipeline rank of a device, or NONE
-    action_ptr: Any,  # (P + 1,) into actions
-    actions: Any,  # (n, 3) pass, microbatch, stage by rank
-    split_weight: bool,  # the schedule has weight passes, which then free the activations
 ) -> Any:
-    """Chain every device's tasks.
-
-    Returns:
-        following: (n_tasks,) next task on the device, or NONE.
-        position: (n_tasks,) number of earlier tasks on its device.
-        first, last: (D,) tasks of each device.
-        gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last one
-            before the wait for the exchange `n_ahead` earlier.
-        peak: (D,) most bytes of activations and such gradients held at once.
-    """
+    """Chain every device's tasks."""
+    n_microbatches, stage_ptr, stage_ops = flow.n_microbatches, flow.stage_ptr, flow.stage_ops
+    kept_bytes, outside_bytes, brief_bytes, passing_bytes, gradient_bytes = n_bytes
+    n_first, n_ahead = n_posted
     rows, n_devices = len(kept_bytes), row_at.shape[1]
     missing = gradient_bytes.copy()
     n_tasks = N_PASSES * n_microbatches * rows
@@ -70,13 +77,13 @@ def order_tasks(
     peak = np.zeros(n_devices)
     before_wait = np.full(n_ahead, NONE, np.int64)  # by the number of the exchange
     for device in range(n_devices):
-        rank = rank_of[device]
+        rank = flow.rank_of[device]
         if rank == NONE:
             continue
         memory = 0.0
         n_exchanges = 0
-        for a in range(action_ptr[rank], action_ptr[rank + 1]):
-            kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
+        for a in range(flow.action_ptr[rank], flow.action_ptr[rank + 1]):
+            kind, microbatch, stage = flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
             repeated = NONE  # the segment that has run again before its backward
             for k in range(high - low):
@@ -109,7 +116,7 @@ def order_tasks(
                     freed = kept_bytes[row] - outside_bytes[row] if recompute[row] else 0.0
                     freed += brief_bytes[row]
                     memory += kept_bytes[row] + brief_bytes[row]
-                elif kind == (WEIGHT if split_weight else BACKWARD):
+                elif kind == (WEIGHT if flow.split_weight else BACKWARD):
                     freed = kept_bytes[row]
                     memory += missing[row]
                     missing[row] = 0.0
@@ -117,7 +124,7 @@ def order_tasks(
                 peak[device] = max(peak[device], memory + passing)
                 memory -= freed
                 _append(task, device, following, position, first, last)
-    return following, position, first, last, gate, peak
+    return TaskOrder(following, position, first, last, gate, peak)
 
 
 @compiled
