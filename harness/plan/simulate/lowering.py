@@ -101,13 +101,13 @@ def lower(
     order = rows.order(segment_of, repeats[rows.ops], rows.of(alone), passing)
     if shard_state != "none":
         buckets = scattered(buckets, n_rounds)
-    triggers = order.last[buckets.end_device]
+    triggers = order.last[buckets.ends.device]
     if options.overlap:
         triggers = rows.triggers(buckets, order.position)
     if options.sync_every > 1:
         buckets = with_averages(buckets, tables.buckets())
         # Of what the step before has left.
-        averages = buckets.end_device[len(triggers) :]
+        averages = buckets.ends.device[len(triggers) :]
         triggers = np.concatenate([triggers, order.first[averages]])
     gathers = plan_gathers(
         tables, flow, units, rows.row_at, rows.n, order.following, is_freeing=is_freeing
@@ -233,9 +233,9 @@ class _Rows:
         devices."""
         rows, n = self.row_at[buckets.trigger_place], self._flow.n_microbatches
         which = np.where(self.is_deferred[rows], WEIGHT, BACKWARD)
-        microbatch = buckets.microbatch[buckets.end_bucket[buckets.trigger_end]] % n
+        microbatch = buckets.microbatch[buckets.ends.bucket[buckets.trigger_end]] % n
         tasks = (which * n + microbatch) * self.n + rows
-        found: Ints = last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
+        found: Ints = last_tasks(position, tasks, buckets.trigger_end, buckets.ends.before)
         return found
 
     def sum_columns(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _bucket_columns(buckets: Buckets, triggers: Ints, gathers: Gathers) -> dict[
     counts = np.bincount(after[:, 0] + n, minlength=n + len(gathers.units))
     return {
         "trigger_task": np.concatenate([triggers, waited[:, 1]]),
-        "trigger_bucket": np.concatenate([buckets.end_bucket, waited[:, 0] + n]),
+        "trigger_bucket": np.concatenate([buckets.ends.bucket, waited[:, 0] + n]),
         "after_ptr": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         "after_task": after[:, 1].copy(),
     }

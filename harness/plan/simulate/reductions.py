@@ -12,7 +12,7 @@ import numpy as np
 from harness.domain.shard_state import Group, ShardState
 from harness.domain.weight_units import Unit
 from harness.plan.simulate.network import Collective, CollectiveName, Network
-from harness.plan.simulate.tables import Buckets, Tables, pointers
+from harness.plan.simulate.tables import Buckets, Ends, Tables, pointers
 from harness.plan.simulate.transfers import Sum
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ class _Priced(NamedTuple):
 
 def with_averages(sums: Buckets, averaged: Buckets) -> Buckets:
     """Sums of gradients, and then averages of replicas for some buckets."""
-    n, n_ends = len(sums.groups), len(sums.end_device)
-    before = averaged.end_before
+    device, bucket, before = averaged.ends
+    before = np.where(before < 0, -1, before + len(sums.ends.device))
+    later = device, bucket + len(sums.groups), before
     return replace(
         sums,
         n_bytes=np.concatenate([sums.n_bytes, averaged.n_bytes]),
@@ -39,9 +40,7 @@ def with_averages(sums: Buckets, averaged: Buckets) -> Buckets:
         groups=sums.groups + averaged.groups,
         n_rounds=np.concatenate([sums.n_rounds, np.zeros(len(averaged.groups))]),
         microbatch=np.concatenate([sums.microbatch, averaged.microbatch]),
-        end_device=np.concatenate([sums.end_device, averaged.end_device]),
-        end_bucket=np.concatenate([sums.end_bucket, averaged.end_bucket + n]),
-        end_before=np.concatenate([sums.end_before, np.where(before < 0, -1, before + n_ends)]),
+        ends=Ends(*map(np.concatenate, zip(sums.ends, later, strict=True))),
     )
 
 

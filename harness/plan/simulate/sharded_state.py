@@ -29,7 +29,7 @@ from harness.domain.weight_units import (
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.passes import ACTIONS, NONE
-from harness.plan.simulate.tables import Buckets, Flow, Tables
+from harness.plan.simulate.tables import Buckets, Flow, Tables, ends_of
 from harness.plan.simulate.transfers import Floats, Ints
 
 Slice = tuple[int, Group]
@@ -153,37 +153,19 @@ def passing_bytes(tables: Tables, n_rounds: int) -> tuple[Floats, Floats]:
 def scattered(buckets: Buckets, n_rounds: int) -> Buckets:
     """Reduce-scatters of the buckets: in one round after the step's last backward, or in one after
     that of each microbatch."""
-    n, n_ends = len(buckets.groups), len(buckets.end_device)
-    rounds = np.arange(n_rounds)
-    last_of: dict[Group, int] = {}  # first end of each group's last bucket
-    for end, bucket in enumerate(buckets.end_bucket.tolist()):
-        group = buckets.groups[bucket]
-        if buckets.end_device[end] == group[0]:
-            last_of[group] = end
-    before = np.tile(buckets.end_before, (n_rounds, 1))
-    before += np.where(buckets.end_before >= 0, rounds[:, None] * n_ends, 0)
-    for end in np.flatnonzero(buckets.end_before < 0).tolist():
-        group = buckets.groups[int(buckets.end_bucket[end])]
-        place = group.index(int(buckets.end_device[end]))
-        before[1:, end] = last_of[group] + place + rounds[:-1] * n_ends
+    n, rounds = len(buckets.groups), np.arange(n_rounds)
+    groups, n_ends = buckets.groups * n_rounds, len(buckets.ends.device)
     return replace(
         buckets,
         n_bytes=np.tile(buckets.n_bytes, n_rounds),
         members=buckets.members * n_rounds,
-        groups=buckets.groups * n_rounds,
+        groups=groups,
         n_rounds=np.full(n * n_rounds, 0.5),
         microbatch=np.repeat(rounds if n_rounds > 1 else [-1], n),
-        end_device=np.tile(buckets.end_device, n_rounds),
-        end_bucket=_shifted(buckets.end_bucket, n_rounds, n),
-        end_before=before.ravel(),
+        ends=ends_of(groups),
         trigger_place=np.tile(buckets.trigger_place, n_rounds),
-        trigger_end=_shifted(buckets.trigger_end, n_rounds, n_ends),
+        trigger_end=(buckets.trigger_end + n_ends * rounds[:, None]).ravel(),
     )
-
-
-def _shifted(numbers: Ints, n: int, by: int) -> Ints:
-    """An array n times, each time higher."""
-    return (numbers + by * np.arange(n)[:, None]).ravel()
 
 
 class Gathers(NamedTuple):

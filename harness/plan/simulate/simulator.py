@@ -314,7 +314,7 @@ def _run(lowered: Lowered, begin: Floats) -> tuple[Floats, Floats, Ints, Floats,
     start, finish, cause, busy = kernels.run_events(lowered.work, lowered.dependents, begin)
     buckets = lowered.buckets
     complete = np.where(lowered.last >= 0, finish[lowered.last], 0.0)  # of each device's gradients
-    np.maximum.at(complete, buckets.end_device, finish[lowered.begins[4] + buckets.end_bucket])
+    np.maximum.at(complete, buckets.ends.device, finish[lowered.begins[4] + buckets.ends.bucket])
     ends = np.maximum(begin, complete)
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
     return start, finish, cause, busy, ends

@@ -43,6 +43,19 @@ class Flow(NamedTuple):
         return [Action(ACTIONS[which], microbatch, stage) for which, microbatch, stage in rows]
 
 
+class Ends(NamedTuple):
+    """Every device of every bucket.
+
+    Attributes:
+        device, bucket: (n_ends,)
+        before: (n_ends,) the end of the group's previous bucket on the same device, or -1.
+    """
+
+    device: Ints
+    bucket: Ints
+    before: Ints
+
+
 @dataclass(frozen=True)
 class Buckets:
     """All-reduces of gradients, or, if these are sharded, reduce-scatters.
@@ -53,8 +66,7 @@ class Buckets:
         n_rounds: (n,) share of an all-reduce that each takes: 1, or 0.5; 0 for an average of
             replicas.
         microbatch: (n,) the microbatch after whose backward each starts; -1: the last.
-        end_device, end_bucket: (n_ends,) every device of every bucket (an end).
-        end_before: (n_ends,) the end of the group's previous bucket on the same device, or -1.
+        ends: every device of every bucket.
         trigger_place, trigger_end: (n,) every member on every device of its group, as
             operator * n_devices + device, and the end that waits for it.
         alone: (n_ops, n_devices) bytes of gradients in no bucket, which each step allocates in
@@ -66,12 +78,22 @@ class Buckets:
     groups: list[tuple[int, ...]]
     n_rounds: Floats
     microbatch: Ints
-    end_device: Ints
-    end_bucket: Ints
-    end_before: Ints
+    ends: Ends
     trigger_place: Ints
     trigger_end: Ints
     alone: Floats
+
+
+def ends_of(groups: Sequence[tuple[int, ...]]) -> Ends:
+    """The ends of buckets of these groups of devices."""
+    ends: list[tuple[int, int, int]] = []
+    latest: dict[tuple[int, ...], int] = {}  # first end of each group's last bucket
+    for bucket, group in enumerate(groups):
+        former = latest.get(group)
+        latest[group] = len(ends)
+        for place, device in enumerate(group):
+            ends.append((device, bucket, -1 if former is None else former + place))
+    return Ends(*np.array(ends, dtype=np.int64).reshape(-1, 3).T.copy())
 
 
 def flow_of(
@@ -307,27 +329,23 @@ class Tables:
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
                     has_closed.add(group)
-        ends: list[tuple[int, int, int]] = []
-        triggers: list[tuple[int, int]] = []
-        latest: dict[tuple[int, ...], int] = {}  # first end of each group's last bucket
-        for k, (ops, group) in enumerate(zip(members, groups, strict=True)):
-            begin, former = len(ends), latest.get(group)
-            latest[group] = begin
-            for i, device in enumerate(group):
-                ends.append((device, k, -1 if former is None else former + i))
-                places = [op * self.n_devices + device for op in ops if self.active[op, device]]
-                triggers += [(place, begin + i) for place in places]
-        end_device, end_bucket, end_before = _columns(ends, 3)
-        trigger_place, trigger_end = _columns(triggers, 2)
+        ends = ends_of(groups)
+        triggers = [
+            (op * self.n_devices + device, end)
+            for end, (device, bucket) in enumerate(
+                zip(ends.device.tolist(), ends.bucket.tolist(), strict=True)
+            )
+            for op in members[bucket]
+            if self.active[op, device]
+        ]
+        trigger_place, trigger_end = np.array(triggers, dtype=np.int64).reshape(-1, 2).T.copy()
         return Buckets(
             n_bytes=np.array(sizes, dtype=np.float64),
             members=members,
             groups=groups,
             n_rounds=np.ones(len(sizes)),
             microbatch=np.full(len(sizes), -1, dtype=np.int64),
-            end_device=end_device,
-            end_bucket=end_bucket,
-            end_before=end_before,
+            ends=ends,
             trigger_place=trigger_place,
             trigger_end=trigger_end,
             alone=alone,
@@ -351,8 +369,3 @@ class Tables:
             (n_bytes, tuple(sorted({d for slices in users for d in slices[k][1]})))
             for k, (n_bytes, _) in enumerate(own)
         ]
-
-
-def _columns(rows: Sequence[tuple[int, ...]], n: int) -> list[Ints]:
-    flat = np.array(rows, dtype=np.int64).reshape(-1, n)
-    return [np.ascontiguousarray(column) for column in flat.T]
