@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
+from harness.domain.shard_state import ShardState, shards_in_nodes
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.network import CollectiveName, Curves
@@ -112,39 +113,62 @@ def replicas_in_node(layout: ParallelLayout, links: NodeLinks) -> int:
     return min(layout.dp, max(1, links.n_each // layout.tp))
 
 
-def within_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
-    """An all-reduce among the replicas of a stage in each node."""
-    n = replicas_in_node(layout, links)
-    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=False)
-    if measured is not None:
-        return measured
-    return 2 * (n - 1) * (n_bytes / n / links.inside + links.inside_latency_s)
+class Rings(NamedTuple):
+    """Collectives among a layout's replicas: seconds on each device of a group, by each stage's
+    bytes."""
 
+    layout: ParallelLayout
+    shard_state: ShardState
+    links: NodeLinks
 
-def between_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
-    """An all-reduce, among the nodes of a stage, of a part of the bytes on each device."""
-    own = replicas_in_node(layout, links)
-    n, n_flows, n_bytes = layout.dp // own, own * layout.tp, n_bytes / own
-    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=n > 1, n_flows=n_flows)
-    if measured is not None:
-        return measured
-    return 2 * (n - 1) * (n_bytes / n / links.shared(n_flows) + links.between_latency_s)
+    @property
+    def n_sharing(self) -> int:
+        """Replicas that share state."""
+        if shards_in_nodes(self.shard_state):
+            return replicas_in_node(self.layout, self.links)
+        return self.layout.dp
 
+    def every(self, n_bytes: Floats, n_stages: int = 1) -> Floats:
+        """An all-reduce among all replicas of some stages; the rings of a node share its NIC."""
+        layout, links = self.layout, self.links
+        n = layout.dp * n_stages
+        width = layout.n_devices if n_stages > 1 else layout.dp * layout.tp
+        rate, latency_s, is_far = links.inside, links.inside_latency_s, width > links.n_each
+        measured = links.measured("all_reduce", n, n_bytes, spans_nodes=is_far, n_flows=layout.tp)
+        if measured is not None:
+            return measured
+        if is_far:
+            has_hops_inside = layout.dp > 1 and layout.tp < links.n_each
+            rate = min([links.shared(layout.tp), *[links.inside] * has_hops_inside])
+            latency_s = links.between_latency_s
+        return 2 * (n - 1) * (n_bytes / n / rate + latency_s)
 
-def all_reduce_seconds(
-    layout: ParallelLayout, n_bytes: Floats, n_stages: int, *, links: NodeLinks
-) -> Floats:
-    """A ring of the replicas, in some stages, of each device of a group; the rings of a node share
-    its NIC."""
-    n = layout.dp * n_stages
-    width = layout.n_devices if n_stages > 1 else layout.dp * layout.tp
-    rate, latency_s, is_far = links.inside, links.inside_latency_s, width > links.n_each
-    measured = links.measured("all_reduce", n, n_bytes, spans_nodes=is_far, n_flows=layout.tp)
-    if measured is not None:
-        return measured
-    if is_far:
-        hops = [links.shared(layout.tp)] + [links.inside] * (
-            layout.dp > 1 and layout.tp < links.n_each
-        )
-        rate, latency_s = min(hops), links.between_latency_s
-    return 2 * (n - 1) * (n_bytes / n / rate + latency_s)
+    def part(self, operation: CollectiveName, n_bytes: Floats) -> Floats:
+        """An all-gather or a reduce-scatter among the replicas that share state."""
+        layout, links = self.layout, self.links
+        is_far = layout.dp * layout.tp > links.n_each and not shards_in_nodes(self.shard_state)
+        measured = links.measured(operation, self.n_sharing, n_bytes, spans_nodes=is_far)
+        if measured is not None:
+            return measured
+        n = replicas_in_node(layout, links)
+        if is_far and n == 1:
+            return self.every(n_bytes) / 2
+        within_s = links.measured("all_reduce", n, n_bytes, spans_nodes=False)
+        if within_s is None:
+            within_s = 2 * (n - 1) * (n_bytes / n / links.inside + links.inside_latency_s)
+        return within_s / 2 + (self._between(n_bytes / 2) if is_far else 0.0)
+
+    def outer(self, n_bytes: Floats) -> Floats:
+        """An all-reduce of parts among the other replicas, where each node keeps the state."""
+        is_whole = shards_in_nodes(self.shard_state)
+        return self._between(n_bytes) if is_whole else np.zeros_like(n_bytes)
+
+    def _between(self, n_bytes: Floats) -> Floats:
+        """An all-reduce, among the nodes of a stage, of a part of the bytes on each device."""
+        layout, links = self.layout, self.links
+        own = replicas_in_node(layout, links)
+        n, n_flows, n_bytes = layout.dp // own, own * layout.tp, n_bytes / own
+        measured = links.measured("all_reduce", n, n_bytes, spans_nodes=n > 1, n_flows=n_flows)
+        if measured is not None:
+            return measured
+        return 2 * (n - 1) * (n_bytes / n / links.shared(n_flows) + links.between_latency_s)

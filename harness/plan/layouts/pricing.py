@@ -22,8 +22,8 @@ from harness.plan.layouts.group import (
     bucket_bytes_at,
     segment_starts,
 )
-from harness.plan.layouts.links import NodeLinks, queues, transfer_seconds
-from harness.plan.layouts.state import Rings, StageState, stage_state
+from harness.plan.layouts.links import NodeLinks, Rings, queues, transfer_seconds
+from harness.plan.layouts.state import StageState, stage_state
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import Floats, Ints
 from harness.units import format_count
@@ -96,7 +96,7 @@ def price(
         layout: with its cuts.
         segment_cuts: of each stage into segments, counted from its first operator.
     """
-    rings, asked_state = Rings.of(layout, shard_state, links), shard_state
+    rings, asked_state = Rings(layout, shard_state, links), shard_state
     if shards_parameters(shard_state) and rings.n_sharing == 1:
         shard_state = "gradients_in_node"  # parameters are not cut
     repeats = costs.again_s * (segments > 0)

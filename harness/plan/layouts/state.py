@@ -11,78 +11,19 @@ A unit takes the longer of both. The last unit of a pass is the first of the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.domain.routes import first_bucket_bytes
-from harness.domain.shard_state import (
-    ShardState,
-    shards_gradients,
-    shards_in_nodes,
-    shards_parameters,
-)
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.layouts.group import GroupCosts, buckets_in_turn, unit_starts
-from harness.plan.layouts.links import (
-    NodeLinks,
-    all_reduce_seconds,
-    between_seconds,
-    replicas_in_node,
-    within_seconds,
-)
-from harness.plan.simulate.network import CollectiveName
+from harness.plan.layouts.links import Rings
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import unit_memory
 from harness.plan.simulate.transfers import Floats, Ints
-
-# Seconds of an all-reduce, by its bytes; of any collective.
-RingSeconds = Callable[[Floats], Floats]
-PartSeconds = Callable[[CollectiveName, Floats], Floats]
-
-
-class Rings(NamedTuple):
-    """Seconds of all-reduces of each stage's bytes, on each device of a group.
-
-    Attributes:
-        n_sharing: replicas that share state.
-        every: among all replicas.
-        part: an all-gather or a reduce-scatter among those that share state.
-        between: of their parts, among the others.
-        of_stages: among all replicas of several stages.
-    """
-
-    n_sharing: int
-    every: RingSeconds
-    part: PartSeconds
-    between: RingSeconds
-    of_stages: Callable[[Floats, int], Floats]
-
-    @classmethod
-    def of(cls, layout: ParallelLayout, shard_state: ShardState, links: NodeLinks) -> Rings:
-        """Those of a layout."""
-        of_stages = partial(all_reduce_seconds, layout, links=links)
-        every = partial(of_stages, n_stages=1)
-        within = partial(within_seconds, layout, links=links)
-        between = partial(between_seconds, layout, links=links)
-        n_in_node = replicas_in_node(layout, links)
-
-        is_far = layout.dp * layout.tp > links.n_each and not shards_in_nodes(shard_state)
-        n_sharing = n_in_node if shards_in_nodes(shard_state) else layout.dp
-
-        def part(operation: CollectiveName, n_bytes: Floats) -> Floats:
-            found = links.measured(operation, n_sharing, n_bytes, spans_nodes=is_far)
-            if found is not None:
-                return found
-            if is_far and n_in_node == 1:
-                return every(n_bytes) / 2
-            return within(n_bytes) / 2 + (between(n_bytes / 2) if is_far else 0.0)
-
-        outer = between if shards_in_nodes(shard_state) else np.zeros_like
-        return cls(n_sharing, every, part, outer, of_stages)
 
 
 class StageState(NamedTuple):
@@ -143,7 +84,7 @@ def stage_state(
             own[users[0]] -= n_bytes
             weights[users[1:]] += n_bytes
             found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
-            summed_s, gathered_s = rings.of_stages(found, len(users)).tolist()
+            summed_s, gathered_s = rings.every(found, len(users)).tolist()
             shared.append((users, summed_s / (1 if shard_state == "none" else 2)))
             tied_s[users] += gathered_s
     kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
@@ -176,7 +117,7 @@ def stage_state(
         n_rounds = n_microbatches if is_sharded else 1
         last_share = last_s / np.maximum(sync_s, 1e-30)
         round_s = rings.part("reduce_scatter", own * reduced)
-        outer_s = rings.between(own * reduced)
+        outer_s = rings.outer(own * reduced)
         sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
@@ -243,7 +184,7 @@ def _waits(
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
         *sum_s, last_s = rings.part("reduce_scatter", sent) * options.overlap
-        *outer_s, last_outer_s = rings.between(sent) * options.overlap
+        *outer_s, last_outer_s = rings.outer(sent) * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
         wait_s = more_s = 0.0
