@@ -14,7 +14,7 @@ since they are trained have no state of the optimizer; a survivor's shard names 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path
@@ -33,7 +33,7 @@ from harness.inputs import MOST_COUNT, shorten
 from harness.measure.store import move_files, replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, NormSums
-from harness.runtime.executor.state.state import RankParts, StateGatherer
+from harness.runtime.executor.state.state import StateGatherer, StatePart
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
@@ -117,16 +117,16 @@ def state_shard(
         run: name of the run, so that shards of two are not taken for one state.
         is_survivor: take also slices that other ranks hold, because one of them is lost.
     """
-    own, averages = gatherer.rank_parts(optimizer, has_copies=is_survivor), gatherer.averages
-    parts = dict(_named(own))
-    if averages is not None and own.of_replica is not None:
-        parts |= dict(_named(own.of_replica, replica_prefix(averages.replicas.number)))
+    common, of_replica = gatherer.rank_parts(optimizer, has_copies=is_survivor)
+    parts, averages = dict(_named(common)), gatherer.averages
+    if averages is not None:
+        parts |= dict(_named(of_replica, replica_prefix(averages.replicas.number)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
     metadata = StateMetadata(
         n_ranks=world.size,
         step=step,
         names=gatherer.names,
-        parameters=gatherer.parameters,
+        parameters=list(gatherer.numbers),
         is_survivors=is_survivor,
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),
@@ -180,20 +180,18 @@ def replica_prefix(number: int) -> str:
     return f"{OF_REPLICA}{number} "
 
 
-def _named(own_parts: RankParts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for piece, tensor in own_parts.model.items():
-        yield f"{prefix}model {_text(piece)} {piece.name}", tensor
-    for key, parts in own_parts.optimizer.items():
-        for piece, tensor in parts.items():
-            yield f"{prefix}optimizer {key} {_text(piece)} {piece.name}", tensor
-    for name, values in own_parts.single.items():
-        for key, value in values.items():
-            if not isinstance(value, Tensor | Number):
-                raise ConfigError(
-                    f"the optimizer keeps {key} of {shorten(value)} for {name}, and a file of a "
-                    "state holds tensors and numbers: keep it elsewhere than in the state"
-                )
-            yield f"{prefix}optimizer {key} {UNCUT} {name}", torch.as_tensor(value)
+def _named(parts: Iterable[StatePart], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, piece, value, is_cut in parts:
+        if not key:
+            yield f"{prefix}model {_text(piece)} {piece.name}", value
+        elif isinstance(value, Tensor | Number):
+            text = _text(piece) if is_cut else UNCUT
+            yield f"{prefix}optimizer {key} {text} {piece.name}", torch.as_tensor(value)
+        else:
+            raise ConfigError(
+                f"the optimizer keeps {key} of {shorten(value)} for {piece.name}, and a file of a "
+                "state holds tensors and numbers: keep it elsewhere than in the state"
+            )
 
 
 def _text(piece: WeightSlice) -> str:

@@ -7,21 +7,17 @@ in parts (`shard`, `files`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.errors import ConfigError, VerificationError
+from harness.errors import ConfigError
 from harness.runtime.engines.optimizers import AVERAGE, OUTER_MOMENTUM, average_of, kept_keys
-from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.averages import ReplicaAverages
@@ -35,20 +31,19 @@ _log = logging.getLogger(__name__)
 Parts = Mapping[WeightSlice, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankParts:
-    """The slices of a state that one rank writes; every slice is written by one rank.
+class StatePart(NamedTuple):
+    """A value of a state that a rank writes.
 
     Attributes:
-        optimizer: by key of the optimizer's state, slices of tensors with a parameter's shape.
-        single: by parameter and key, other values of the optimizer's state, such as counters.
-        of_replica: the replica's own slices, where replicas are averaged.
+        key: of the optimizer's state; empty: of the model.
+        piece: by the model's names.
+        is_cut: it has the shape of the slice; else, as a counter, it is of the whole parameter.
     """
 
-    model: dict[WeightSlice, Tensor] = field(default_factory=dict)
-    optimizer: dict[str, dict[WeightSlice, Tensor]] = field(default_factory=dict)
-    single: dict[str, dict[str, Any]] = field(default_factory=dict)
-    of_replica: RankParts | None = None
+    key: str
+    piece: WeightSlice
+    value: Any
+    is_cut: bool = True
 
 
 class StateGatherer:
@@ -77,9 +72,10 @@ class StateGatherer:
         self._weights, self._owners, self._world, self.averages = weights, owners, world, averages
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
-        # The optimizer's numbers of parameters count these, whatever its groups.
         parameters = model.named_parameters(remove_duplicate=False)
-        self.parameters = [name for name, _ in parameters if names[name] == name]
+        first = [name for name, _ in parameters if names[name] == name]
+        # The optimizer's numbers of parameters count all of the model, whatever its groups.
+        self.numbers = {name: number for number, name in enumerate(first)}
         state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
         # The names of a state, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}
@@ -170,60 +166,57 @@ class StateGatherer:
         held = self._owners.held(self._weights).items()
         return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
 
-    def _optimizer_parts(
-        self, optimizer: Optimizer
-    ) -> tuple[dict[str, dict[WeightSlice, Tensor]], dict[str, dict[str, Any]]]:
-        """State with a parameter's shape, by key; other state, such as counters, by parameter."""
-        by_key: dict[str, dict[WeightSlice, Tensor]] = {}
-        single: dict[str, dict[str, Any]] = {}
+    def _optimizer_parts(self, optimizer: Optimizer) -> Iterator[StatePart]:
         for piece, parameter in self._owners.own.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    by_key.setdefault(key, {})[piece] = value
-                else:
+                is_cut = isinstance(value, Tensor) and value.shape == parameter.shape
+                if not is_cut:
                     _check_uncut(key, value, piece, self._shapes[piece.name])
-                    single.setdefault(self._model_name(piece), {})[key] = value
-        return by_key, single
+                yield StatePart(key, piece, value, is_cut)
 
-    def rank_parts(self, optimizer: Optimizer, *, has_copies: bool = False) -> RankParts:
-        """The slices that this rank writes, by the model's names.
+    def rank_parts(
+        self, optimizer: Optimizer, *, has_copies: bool = False
+    ) -> tuple[list[StatePart], list[StatePart]]:
+        """The parts that this rank writes: of the state, and of its replica alone, where replicas
+        are averaged. Every slice of them is written by one rank.
 
         Args:
             has_copies: all slices that this rank holds, though other ranks may hold them too.
         """
+        rank, owners, averages = self._world.rank, self._owners, self.averages
+        placement = owners.placement()
 
-        def chosen(parts: Parts, writer: Callable[[WeightSlice], int]) -> dict[WeightSlice, Tensor]:
-            return {
-                replace(piece, name=self._model_name(piece)): tensor
-                for piece, tensor in parts.items()
-                if has_copies or writer(piece) == self._world.rank
-            }
+        def model_parts(*, is_of_replica: bool) -> list[StatePart]:
+            parts = self._model_parts(is_of_replica=is_of_replica).items()
+            return [
+                StatePart("", piece, tensor)
+                for piece, tensor in parts
+                if has_copies or placement[piece][0] == rank
+            ]
 
-        writers = self._owners.placement()
+        def of_optimizer(parts: Iterable[StatePart]) -> list[StatePart]:
+            return [part for part in parts if has_copies or owners.of(part.piece) == rank]
 
-        def model_parts(*, is_of_replica: bool) -> dict[WeightSlice, Tensor]:
-            parts = self._model_parts(is_of_replica=is_of_replica)
-            return chosen(parts, lambda piece: writers[piece][0])
-
-        by_key, single = self._optimizer_parts(optimizer)
-        of_optimizer = {key: chosen(parts, self._owners.of) for key, parts in by_key.items()}
-        found, averages = RankParts(optimizer=of_optimizer, single=single), self.averages
-        of_replica: dict[WeightSlice, Tensor] = {}
+        common = of_optimizer(self._optimizer_parts(optimizer))
+        of_replica: list[StatePart] = []
         if averages is not None and not has_copies:
             of_replica = model_parts(is_of_replica=True)
             if averages.replicas.number > 0:
-                return RankParts(of_replica=replace(found, model=of_replica))
-        model = model_parts(is_of_replica=False)
-        if of_replica:
-            # Its buffers are those of the model; a file has no two names of one memory.
-            of_own = {p: x for p, x in of_replica.items() if x.data_ptr() != model[p].data_ptr()}
-            found = replace(found, of_replica=RankParts(model=of_own))
-        if has_copies or self._world.is_first:
-            model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
+                return [], self._renamed([*of_replica, *common])
         if averages is not None and (momentum := averages.average.momentum()):
-            parts = {p: momentum[x] for p, x in self._owners.own.items()}
-            of_optimizer[OUTER_MOMENTUM] = chosen(parts, self._owners.of)
-        return replace(found, model=model)
+            of_outer = [StatePart(OUTER_MOMENTUM, p, momentum[x]) for p, x in owners.own.items()]
+            common += of_optimizer(of_outer)
+        model = model_parts(is_of_replica=False)
+        # Its buffers are those of the model; a file has no two names of one memory.
+        written = {part.value.data_ptr() for part in model}
+        of_replica = [part for part in of_replica if part.value.data_ptr() not in written]
+        if has_copies or self._world.is_first:
+            unused = self._unused.items()
+            model += [StatePart("", WeightSlice.whole(name, x), x) for name, x in unused]
+        return self._renamed([*model, *common]), self._renamed(of_replica)
+
+    def _renamed(self, parts: Iterable[StatePart]) -> list[StatePart]:
+        return [part._replace(piece=part.piece.renamed(self._model_names)) for part in parts]
 
     def model_shapes(self) -> dict[str, list[int]]:
         """The shape of each tensor of the model's state, by its first name."""
@@ -253,10 +246,10 @@ class StateGatherer:
         self._load(state, optimizer)
         if self.averages is None:
             return
-        stored, numbers = state["optimizer"]["state"], self._numbers()
+        stored = state["optimizer"]["state"]
         momentum: dict[Tensor, Tensor] = {}
         for piece, parameter in self._owners.own.items():
-            found = stored.get(numbers[self._model_name(piece)], {}).get(OUTER_MOMENTUM)
+            found = stored.get(self.numbers[self._model_name(piece)], {}).get(OUTER_MOMENTUM)
             if found is not None:
                 momentum[parameter] = torch.empty_like(parameter).copy_(piece.take(found))
         self.averages.average.restart(momentum, state.get("step", 0))
@@ -269,10 +262,6 @@ class StateGatherer:
                 "that they agreed on and the optimizer's state of the first",
                 max(1, len(opened)), replicas.n,
             )  # fmt: skip
-
-    def _numbers(self) -> dict[str, int]:
-        """The optimizer's number of each parameter."""
-        return {name: index for index, name in enumerate(self.parameters)}
 
     def _load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
         model = state["model"]
@@ -290,7 +279,7 @@ class StateGatherer:
             part.copy_(piece.take(whole(self._model_name(piece), self._shapes[piece.name])))
         for name, tensor in self._unused.items():
             tensor.copy_(whole(name, tensor.shape))
-        numbers, stored = self._numbers(), state["optimizer"]["state"]
+        stored = state["optimizer"]["state"]
         keys = kept_keys(optimizer, stored)
         has_averages = any(AVERAGE in values for values in stored.values())
         if has_averages and AVERAGE not in keys and self._world.is_first:
@@ -299,7 +288,7 @@ class StateGatherer:
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         places = {parameter: index for index, parameter in enumerate(grouped)}
         for piece, parameter in self._owners.own.items():
-            values = stored.get(numbers[self._model_name(piece)], {})
+            values = stored.get(self.numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
             sliced[places[parameter]] = {
                 key: _part_of(key, values[key], piece, shape) for key in keys & values.keys()
@@ -336,29 +325,3 @@ def _part_of(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> Any
         return piece.take(value).clone()
     _check_uncut(key, value, piece, whole)
     return value.clone()
-
-
-def verify_copies(trained: Parts, world: World) -> str:
-    """Check that replicas hold equal bits on all ranks; all ranks must call it.
-
-    Args:
-        trained: this rank's trained slices.
-
-    Returns:
-        A digest of all slices, to compare runs of one strategy.
-
-    Raises:
-        VerificationError: on every rank, naming two ranks and the parameter that differs.
-    """
-    fingerprints = {piece: fingerprint_of(p).tolist() for piece, p in trained.items()}
-    first: dict[WeightSlice, tuple[int, list[int]]] = {}
-    for rank, prints in enumerate(gather_objects(world, fingerprints)):
-        for piece, bits in prints.items():
-            holder, known = first.setdefault(piece, (rank, bits))
-            if bits != known:
-                raise VerificationError(
-                    f"replicas differ: ranks {holder} and {rank} hold unequal {piece.name} after "
-                    "training"
-                )
-    listed = [((one.name, one.intervals), first[one][1]) for one in sorted(first)]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]

@@ -146,11 +146,8 @@ def _messages(
     routes = [leaving.route for leaving in pieces]
     want, part = routes[0].want, routes[0].piece.part
     (stage, waits_at), first_operator = waiting[want.number]
-    source, target, sent_at = (
-        End(part.device, part.stage),
-        End(want.device, stage),
-        pieces[-1].after,
-    )
+    source, target = End(part.device, part.stage), End(want.device, stage)
+    sent_at = pieces[-1].after
     last_operator = layout.position[routes[-1].piece.part.operator]
     make = partial(
         Message,
