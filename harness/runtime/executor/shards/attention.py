@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from harness.domain.key_forms import POSITIONS
-from harness.domain.partition import SAMPLE, Block, Interval
+from harness.domain.partition import SAMPLE, Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region
 from harness.runtime.models.attention import (
@@ -81,15 +82,22 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
     module, groups = part.module, part.partial("heads")
     if not isinstance(module, GroupedAttention) or groups is None:
         return None
-    needed: list[Block] = []
-    for index, wanted in enumerate(part.wanted):
-        positions, *rest = [(0, size) for size in wanted.shape.values()][1:]
-        is_own = index == 0 or (index == 1 and part.has_own_keys)
-        needed.append((part.output[0], part.output[1] if is_own else positions, *rest))
-    inward = part.regions(needed)
     first = part.output[1][0]
     first_key = first if part.has_own_keys else 0
+    inward = _regions(part, {0, 1} if part.has_own_keys else {0})
     return GroupedAttentionShard(part, module.form, groups, first, first_key, inward)
+
+
+def _regions(part: ShardSpec, own: Collection[int]) -> list[Region]:
+    """The regions of inputs (samples, positions, ...) of which `own` are needed for the block's
+    positions alone."""
+    needed: list[list[Interval]] = []
+    for index, wanted in enumerate(part.wanted):
+        _, *others = ((0, size) for size in wanted.shape.values())
+        if index in own:
+            others[0] = part.output[1]
+        needed.append([part.output[0], *others])
+    return part.regions(needed)
 
 
 _ROLES = ("query", "key", "value")
@@ -155,13 +163,8 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
     heads = part.partial("heads")
     if roles is None or heads is None or not _has_unread_weights(part.node):
         return None
-    needed: list[Block] = []
-    for index, wanted in enumerate(part.wanted):
-        _, n_positions, *_, n_features = wanted.shape.values()
-        is_own = index == roles[0] or part.has_own_keys
-        positions = part.output[1] if is_own else (0, n_positions)
-        needed.append((part.output[0], positions, (0, n_features)))
-    return AttentionShard(part, module, heads, roles, part.regions(needed))
+    inward = _regions(part, roles if part.has_own_keys else roles[:1])
+    return AttentionShard(part, module, heads, roles, inward)
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
