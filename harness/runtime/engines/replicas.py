@@ -1,16 +1,18 @@
-"""Check that replicas of a model are bitwise equal, by comparing fingerprints of parameters."""
+"""Check that replicas of parameters are bitwise equal, by comparing fingerprints."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.partition import Interval
 from harness.errors import ModelError, VerificationError
-from harness.runtime.ranks.gather import gather_values
+from harness.runtime.ranks.gather import gather_objects, gather_values
 from harness.runtime.ranks.world import World
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,32 +39,36 @@ def fingerprint(model: nn.Module) -> Tensor:
     return torch.stack(rows).cpu() if rows else torch.zeros((1, 2), dtype=torch.int64)
 
 
-def digest(model: nn.Module) -> str:
-    """Hash of the fingerprint, to compare runs by."""
-    return hashlib.sha256(fingerprint(model).numpy().tobytes()).hexdigest()[:16]
+# A tensor's name, and its intervals in the model's tensor if it is a slice.
+Place = tuple[str, tuple[Interval, ...]]
+
+
+def verify_copies(tensors: Mapping[Place, Tensor], world: World) -> str:
+    """Check that ranks hold equal bits of what several hold; all ranks must call it.
+
+    Returns:
+        A digest of all tensors, to compare runs of one strategy.
+
+    Raises:
+        VerificationError: on every rank, naming two ranks and the parameter that differs.
+    """
+    mine = {place: fingerprint_of(tensor).tolist() for place, tensor in tensors.items()}
+    first: dict[Place, tuple[int, list[int]]] = {}
+    for rank, prints in enumerate(gather_objects(world, mine)):
+        for place, bits in prints.items():
+            holder, known = first.setdefault(place, (rank, bits))
+            if bits != known:
+                raise VerificationError(
+                    f"replicas differ: ranks {holder} and {rank} hold unequal {place[0]} after "
+                    "training"
+                )
+    listed = [(place, first[place][1]) for place in sorted(first)]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 
 def verify_replicas(model: nn.Module, world: World) -> str:
-    """Check that every rank holds the same parameters, and return a digest of them; all ranks must
-    call it.
-
-    Raises:
-        VerificationError: names a rank and the first parameter that differs; raised on every rank.
-    """
-    if world.size == 1:
-        return digest(model)
-    local = fingerprint(model).to(world.wire)
-    gathered = [torch.empty_like(local) for _ in range(world.size)]
-    dist.all_gather(gathered, local)
-    names = [name for name, _ in model.named_parameters()]
-    for rank, other in enumerate(gathered):
-        unequal = (other != gathered[0]).any(dim=1).nonzero()
-        if len(unequal):
-            raise VerificationError(
-                f"replicas differ: ranks 0 and {rank} hold unequal {names[int(unequal[0])]} after "
-                "training"
-            )
-    return digest(model)
+    """The same for parameters that every rank holds."""
+    return verify_copies({(name, ()): p for name, p in model.named_parameters()}, world)
 
 
 def check_alike(model: nn.Module, world: World) -> None:

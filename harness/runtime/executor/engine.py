@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harness.errors import StrategyError
@@ -17,6 +18,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.replicas import verify_copies
 from harness.runtime.executor.cache.activations import Prefix
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
@@ -35,18 +37,24 @@ from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.program.segments import make_program
+from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
-from harness.runtime.executor.run.forward import evaluating, run_forward
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_update
+from harness.runtime.executor.run.priming import (
+    is_needed,
+    kept_alike,
+    muted,
+    prime,
+    prime_update,
+)
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
-from harness.runtime.executor.state.state import StateGatherer, verify_copies
+from harness.runtime.executor.state.state import StateGatherer
 from harness.runtime.executor.state.weights import Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
@@ -207,14 +215,19 @@ class ExecutorEngine:
 
     # Training
 
+    @torch.no_grad()
     def compute_forward(self, batch: Batch | None) -> Tensor:
         """Run the forward of this rank's samples of a batch, which alters no state; all ranks must
         call it. Returns this rank's part of the summed loss, divided by the strategy's batch."""
-        device, n_samples = self._world.device, self.plan.strategy.batch
-        given = self._runner, self._feed, self._timetable.step(), batch and batch.to(device)
-        loss = run_forward(*given, n_samples, device)
+        device, runner = self._world.device, self._runner
+        share = Share(n_local=len(self.samples), n_global=self.plan.strategy.batch)
+        flights = self._feed.split(batch and batch.to(device), share, 1.0, is_asynchronous=False)
+        actions = (action for action in self._timetable.step() if action.kind == "forward")
+        with kept_alike(runner.buffers(), device):
+            runner.run(tuple(actions), flights)
+        runner.forget()
         self._finish_sends()
-        return loss
+        return runner.loss
 
     def evaluate(self, batch: Batch | None) -> Tensor:
         """Run `compute_forward` in evaluation mode, by the weights that replicas agree on."""
@@ -378,4 +391,5 @@ class ExecutorEngine:
         self.flush()
         agreed = {} if self._averages is None else self._averages.average.whole()
         trained = self.owners.trained(self.weights).items()
-        return verify_copies({piece: agreed.get(p, p) for piece, p in trained}, self._world)
+        held = {(piece.name, piece.intervals): agreed.get(p, p) for piece, p in trained}
+        return verify_copies(held, self._world)

@@ -27,7 +27,7 @@ from harness.runtime.devices.precision import Precision, repeatable
 from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.run.forward import evaluating
+from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.faithfulness.first_difference import find_first_difference
 from harness.runtime.faithfulness.outcomes import (
     EXACT,

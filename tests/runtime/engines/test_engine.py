@@ -1,22 +1,25 @@
 """Shares and checksums; engines on several ranks are tested with the train workload."""
 
 import contextlib
+import logging
+import os
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_clock import FakeClock
-from launching import ROOT, completed
 from torch import nn
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, VerificationError
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import Precision
-from harness.runtime.engines.deepspeed_engine import TimedBackend
+from harness.runtime.engines import replicas
+from harness.runtime.engines.deepspeed_engine import TimedBackend, _import_deepspeed
 from harness.runtime.engines.engine import CompletionStream, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
-from harness.runtime.engines.replicas import digest, fingerprint
+from harness.runtime.engines.replicas import fingerprint, verify_replicas
 from harness.runtime.engines.torch_engine import unread_parameters
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
@@ -29,13 +32,21 @@ def test_weights_make_the_ranks_parts_add_up_to_the_mean():
 
 def test_equal_models_have_equal_digests_and_one_bit_changes_them():
     model = nn.Linear(3, 2)
-    before = digest(model)
-    with torch.no_grad():
-        model.weight.view(torch.int32)[0, 0] ^= 1
-    assert digest(model) != before
-    with torch.no_grad():
-        model.weight.view(torch.int32)[0, 0] ^= 1
-    assert digest(model) == before
+    digests = []
+    for _ in range(3):
+        digests.append(verify_replicas(model, SimpleNamespace(size=1)))
+        with torch.no_grad():
+            model.weight.view(torch.int32)[0, 0] ^= 1
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_replicas_that_differ_are_named(monkeypatch):
+    def gathered(_, mine):
+        return [mine, {place: [*bits[:1], 0] for place, bits in mine.items()}]
+
+    monkeypatch.setattr(replicas, "gather_objects", gathered)
+    with pytest.raises(VerificationError, match="ranks 0 and 1 hold unequal weight after"):
+        verify_replicas(nn.Linear(3, 2), SimpleNamespace(size=2))
 
 
 def test_exchanged_values_change_the_fingerprint():
@@ -181,15 +192,14 @@ def test_a_cpu_has_one_queue():
     assert aside.mark(None, clock) == 3.0
 
 
-def test_deepspeed_does_not_warn_of_names_that_torch_has_changed():
-    program = """
-import warnings
-from types import SimpleNamespace
-import torch
-from harness.runtime.engines.deepspeed_engine import _import_deepspeed
-_import_deepspeed(SimpleNamespace(device=torch.device("cpu")))
-warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning)
-"""
-    done = completed(sys.executable, "-c", program, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "all_gather_into_tensor" not in done.stderr
+def test_deepspeed_does_not_warn_of_names_that_torch_has_changed(monkeypatch):
+    ops = SimpleNamespace(__compatible_ops__={})
+    fake = SimpleNamespace(ops=ops, utils=SimpleNamespace(logger=logging.getLogger("fake")))
+    for name, module in (("deepspeed", fake), ("deepspeed.ops", ops)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(os, "environ", {})
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        assert _import_deepspeed(SimpleNamespace(device=torch.device("cpu"))) is fake
+        warnings.warn("`torch.distributed.all_gather` is deprecated.", FutureWarning, stacklevel=1)
+        warnings.warn("another", FutureWarning, stacklevel=1)
+    assert [str(one.message) for one in caught] == ["another"]

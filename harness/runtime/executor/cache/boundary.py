@@ -26,6 +26,7 @@ from harness.runtime.capture.operators import draws_random, is_frozen_norm
 from harness.runtime.executor.geometry.layout import Layout, Want, owners
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.program.program import InputKey, PartKey, Recorded, WantKey
+from harness.runtime.executor.shards.base import called_module
 from harness.runtime.models.task import InputSpec, Task
 
 
@@ -71,7 +72,7 @@ def why_not(captured: Captured, prefix: frozenset[str]) -> str:
         if operator.name not in prefix:
             continue
         node = captured.nodes[operator.name]
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = called_module(node, root)
         named = f"operator {operator.name!r} of a frozen layer"
         outside = [name for name in operator.inputs if name not in prefix | inputs]
         if outside:

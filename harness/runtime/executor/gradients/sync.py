@@ -22,6 +22,7 @@ from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.sharded.scatters import scatter_buckets
+from harness.runtime.executor.shards.base import called_module
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.world import World
@@ -46,7 +47,7 @@ def backward_calls(module: fx.GraphModule) -> Calls:
     """Count the additions of a segment's backward to its gradients."""
     found = Calls(Counter(set(_autograd_parameters(module))), set(), Counter())
     for node in module.graph.nodes:
-        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        called = called_module(node, module)
         if isinstance(called, Deferred):
             if called.n_joined > 1:
                 found.joined.update(called.parameters())

@@ -121,9 +121,7 @@ class ShardSpec:
     @property
     def module(self) -> nn.Module | None:
         """The module that the node calls; None for a function."""
-        if self.node.op != "call_module":
-            return None
-        return self.root.get_submodule(str(self.node.target))
+        return called_module(self.node, self.root)
 
     @property
     def function(self) -> str:
@@ -234,6 +232,11 @@ class Shard(nn.Module):
 
 # Makes the shard of one part; None, or a LackingError, if the cut has none.
 Make = Callable[[ShardSpec], Shard | None]
+
+
+def called_module(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """The module that a node calls; None for a function."""
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def named_tensor(root: nn.Module, name: str) -> Tensor:

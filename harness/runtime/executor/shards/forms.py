@@ -32,7 +32,13 @@ from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted, named_tensor
+from harness.runtime.executor.shards.base import (
+    Shard,
+    ShardSpec,
+    Wanted,
+    called_module,
+    named_tensor,
+)
 from harness.runtime.executor.shards.batch_norm import check_writers, make_batch_norm
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.state.weights import Holders, Use, canonical_names
@@ -166,12 +172,9 @@ class _Chooser:
             norms = frozenset(filter(self._needs_global_statistics, gathered))
             given = self._captured, self._meta, self._strategy, self._samples
             layout = Layout(*given, gathered, norms)
-            unable = {
-                name
-                for name, form in forms.items()
-                if self._is_made(name, form) and any(s is None for s in self._shards(layout, name))
-            }
-            holders = self._holders(layout, forms, unable)
+            made = {name: self._shards(layout, name, form) for name, form in forms.items()}
+            unable = {name for name, shards in made.items() if None in shards}
+            holders = self._holders(layout, made, unable)
             for name in holders.conflicts():
                 unable |= self._users(name, forms)
             unable = {name for name in unable if forms[name] not in ("gathered", "native")}
@@ -180,11 +183,6 @@ class _Chooser:
                 recomputed = recomputed_segments(self._captured.graph, self._strategy)
                 return Forms(layout, forms, holders, self._plan.is_compiled, recomputed)
             forms |= dict.fromkeys(unable, "gathered")
-
-    def _is_made(self, name: str, form: Form) -> bool:
-        """Whether `make_shard` makes its tasks."""
-        keys = self._strategy.operators[name].keys
-        return form == "shard" or (form == "collective" and keys != "input")
 
     def _first_choice(self, name: str) -> Form:
         node = self._captured.nodes.get(name)
@@ -222,29 +220,29 @@ class _Chooser:
         is_norm = graph.operators[graph.index()[name]].kind == "batch_norm"
         return is_norm and _is_training_norm(name, node, self._captured.module)
 
-    def _specs(self, layout: Layout, name: str) -> list[ShardSpec]:
+    def _shards(self, layout: Layout, name: str, form: Form) -> Sequence[Shard | None]:
+        """The shards of an operator's tasks, on the meta device; empty if they have none."""
+        if name not in self._captured.nodes or form not in ("shard", "collective"):
+            return ()
         node = self._twin[self._captured.nodes[name]]
-        return [spec_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+        specs = [spec_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+        if form == "collective" and layout.plan(name).keys == "input":
+            return [make_batch_norm(spec, lambda x: x) for spec in specs]
+        return list(map(make_shard, specs))
 
-    def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
-        """The shards of all tasks of an operator, on the meta device."""
-        return [make_shard(one) for one in self._specs(layout, name)]
-
-    def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
+    def _holders(
+        self, layout: Layout, made: dict[str, Sequence[Shard | None]], unable: set[str]
+    ) -> Holders:
+        """The devices that hold each slice; those of operators without shards hold all of it."""
         holders = Holders(self._captured.module)  # with the names of tied weights
-        for name, form in forms.items():
+        for name, shards in made.items():
             if name not in self._captured.nodes:
                 continue
             whole = list(node_sources(layout.captured.nodes[name], self._meta.module).values())
-            shards: list[Shard | None] = [None] * len(layout.parts[name])
-            if name not in unable and self._is_made(name, form):
-                shards = self._shards(layout, name)
-            elif name not in unable and form == "collective":
-                shards = [make_batch_norm(one, lambda x: x) for one in self._specs(layout, name)]
-            for part, shard in zip(layout.parts[name], shards, strict=True):
-                sources = whole if shard is None else list(shard.sources.values())
+            for k, part in enumerate(layout.parts[name]):
+                shard = shards[k] if shards and name not in unable else None
                 use = Use(part.device, part.stage, layout.position[name])
-                holders.add(sources, use)
+                holders.add(whole if shard is None else shard.sources.values(), use)
         return holders
 
     def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:
@@ -281,7 +279,7 @@ def warn_of_gathered(chosen: Forms) -> None:
 def _check_is_deterministic(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse other random operators than dropout, because blocks cannot repeat their numbers."""
     if draws_random(node, root):
-        module = _module_of(node, root)
+        module = called_module(node, root)
         function = function_name(node.target) if module is None else type(module).__name__
         raise ModelError(
             f"operator {name!r} ({function}) draws random numbers, which exact dropout and copies "
@@ -302,20 +300,16 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
 
 def _check_is_not_synchronised(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse a batch norm that communicates with all ranks, not only with its devices."""
-    if isinstance(_module_of(node, root), nn.SyncBatchNorm):
+    if isinstance(called_module(node, root), nn.SyncBatchNorm):
         raise ModelError(
             f"operator {name!r} (SyncBatchNorm) sums over all ranks, but a strategy may use fewer: "
             "make it a BatchNorm1d, 2d or 3d, and use --batch-norm global"
         )
 
 
-def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
-    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
 def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
     """Whether a batch norm uses statistics of its input; refuses one that is a function."""
-    module = _module_of(node, root)
+    module = called_module(node, root)
     is_training = not is_frozen_norm(node, module)
     if is_training and not isinstance(module, _BatchNorm):
         raise ModelError(
