@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,19 +59,17 @@ def strategy_of(name: str, graph: Graph) -> Strategy:
 
 
 class PeakBytes(NamedTuple):
-    """Of one rank with so many frozen layers."""
+    """Of one rank."""
 
-    n_frozen: int
     measured: int
     predicted: float
 
 
 def peaks_as_layers_freeze(
-    given: tuple[Iterable[str], Sequence[int]], world: World
+    frozen: Mapping[str, Sequence[int]], world: World
 ) -> dict[str, list[PeakBytes]]:
-    """Train by named strategies, each with more and more frozen layers."""
-    names, frozen = given
-    return {name: _peaks(name, frozen, world) for name in names}
+    """Train by named strategies, each with these numbers of frozen layers."""
+    return {name: _peaks(name, numbers, world) for name, numbers in frozen.items()}
 
 
 def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
@@ -85,7 +83,7 @@ def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
     for n in frozen:
         elastic.change(elastic.build(strategy, n))
         predicted = float(predicted_bytes(graph, strategy, n)[world.rank])
-        found.append(PeakBytes(n, measured_bytes(elastic.engine), predicted))
+        found.append(PeakBytes(measured_bytes(elastic.engine), predicted))
     elastic.engine.close()
     return found
 

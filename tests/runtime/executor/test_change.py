@@ -74,37 +74,29 @@ def test_a_slice_that_a_rank_keeps_gets_the_layout_that_the_others_receive(ranks
     assert_equal(replace(changing, changes=changes), ranks)
 
 
-def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas, budget):
-    """The plan of the frozen model on three ranks, found as training finds it."""
-    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=bytes_per_s, memory_bytes=1 << 40)
+def next_by_search(graph, start, n_frozen, most_replicas):
+    """The plan of the frozen model on three ranks with slow links, found as training finds it."""
+    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e6, memory_bytes=1 << 40)
     rates = {"device": DeviceRates(flops_per_s=1e7, memory_bytes_per_s=1e9)}
     profile = roofline_profile(graph, rates, n_parts=(1, 2, 3), n_microbatches=(1, 2, 3))
     options = SimulatorOptions(frozen=frozen_operators(graph, n_frozen))
     found = search_again(
         SearchAgain(
             graph=graph, cluster=cluster, profile=profile, options=options, batch=start.batch,
-            budget=budget, start=start, most_replicas=most_replicas,
+            budget=1000, start=start, most_replicas=most_replicas,
         )
     )  # fmt: skip
     assert found.strategy is not None, found.error
     return found.strategy
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "bytes_per_s", "n_fewer", "budget"),
-    [("vit", "sgd", 1e5, 2, 200), ("mlp", "adamw", 1e6, 1, 1000)],
-)
-def test_freezing_shrinking_and_replicating_equal_one_device(
-    model, optimizer, bytes_per_s, n_fewer, budget, ranks
-):
+def test_freezing_shrinking_and_replicating_equal_one_device(ranks):
     """Links are slow, so a pipeline of three shrinks; at the end most of the model is frozen."""
-    graph = small_graph(model)
-    start = strategies(model, 3, 6)["1f1b"]
-    fewer = next_by_search(graph, start, bytes_per_s, 1, 1, budget)
-    more = next_by_search(graph, start, bytes_per_s, 2, None, budget)
+    graph, start = small_graph("mlp"), strategies("mlp", 3, 6)["1f1b"]
+    fewer, more = next_by_search(graph, start, 1, 1), next_by_search(graph, start, 2, None)
     used = [{d for own in one.stage_devices() for d in own} for one in (fewer, more)]
-    assert [len(devices) for devices in used] == [n_fewer, 3]
-    case = case_of(model, start, n_ranks=3, n_steps=6, optimizer=optimizer, dropout="off")
+    assert [len(devices) for devices in used] == [1, 3]
+    case = case_of("mlp", start, n_ranks=3, n_steps=6, optimizer="adamw", dropout="off")
     changes = [(1, start), (2, fewer), (4, more)]
     assert_equal(ChangingCase(case=case, changes=changes, frozen=[1, 1, 2]), ranks)
 

@@ -24,7 +24,6 @@ def check(case, ranks):
         ("mixture", "hybrid", 4),
         ("mixture_of_batch", "hybrid", 4),
         ("mixture_of_samples", "hybrid", 2),
-        ("mixture_of_samples", "tensor parallel", 2),
         ("soft_mixture", "hybrid", 2),
     ],
 )

@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import nccl_rules
 import pytest
 import torch
 import torch.distributed as dist
 from equivalence_cases import any_case
-from equivalence_check import RanksBySize, assert_equal
+from equivalence_check import assert_equal
 from equivalence_exchanges import sharded
 from equivalence_named import make_case, pipeline_case
 from equivalence_priming import evaluated, first_called_beside_receives
@@ -16,10 +15,9 @@ from equivalence_ranks import RanksFailedError
 from harness.runtime.executor.transport.groups import Groups, scatter_sum
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RanksBySize(nccl_rules.NAME) as started:
-        yield started
+@pytest.fixture
+def ranks(nccl_ranks):
+    return nccl_ranks
 
 
 @pytest.mark.parametrize("index", range(4))

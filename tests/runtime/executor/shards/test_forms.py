@@ -121,7 +121,7 @@ def test_what_searches_cut_is_not_computed_whole(name):
     cluster = Cluster.uniform(1, 2, kind="rank", memory_bytes=1 << 36, inside_bytes_per_s=1e10)
     profile = roofline_profile(captured.graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
     found = search_portfolio(
-        PlanRequest(graph=captured.graph, profile=profile, cluster=cluster, batch=8, budget=400)
+        PlanRequest(graph=captured.graph, profile=profile, cluster=cluster, batch=8, budget=200)
     )
     for candidate in found.ranked():
         plan = ExecutorPlan(strategy=found.strategy(candidate))

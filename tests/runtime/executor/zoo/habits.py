@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -325,18 +326,20 @@ def vector() -> dict[str, Tensor]:
     return {"x": torch.randn(2, N_FEATURES)}
 
 
-_PLAIN: tuple[type[nn.Module], ...] = (
+def habits(builds: dict[str, Any]) -> dict[str, ZooModel]:
+    """Rows of the zoo, by their factories."""
+    return {f"habit_{name}": LibraryModel(build=build, side=8) for name, build in builds.items()}
+
+
+def habits_of(*kinds: type[nn.Module], example: Callable[[], Any] = vector) -> dict[str, ZooModel]:
+    """The same by classes, whose models have one example."""
+    return habits({kind.__name__.lower(): lambda kind=kind: (kind(), example()) for kind in kinds})
+
+
+HABITS = habits_of(
     Counting, Parametrized, Orthogonal, Pruned,
     Lora, Teacher, Queue, Kept, Looked, Caught, Warming, WarmingItem, Whitened,
     Neighbours, BatchAttention, Ghost, VectorQuantized, Scripted, Compiled,
     Wrapped, Vmapped, Functional, Hyper, TiedTranspose, Saved, Segments, Talking, FrozenNorm,
     WithNone, Auxiliary,
 )  # fmt: skip
-
-
-def habits(builds: dict[str, Any]) -> dict[str, ZooModel]:
-    """Rows of the zoo, by their factories."""
-    return {f"habit_{name}": LibraryModel(build=build, side=8) for name, build in builds.items()}
-
-
-HABITS = habits({kind.__name__.lower(): lambda kind=kind: (kind(), vector()) for kind in _PLAIN})

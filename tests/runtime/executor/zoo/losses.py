@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.base import ZooModel
-from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, vector
+from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, habits_of, vector
 
 
 class InTraining(Base):
@@ -123,18 +123,10 @@ def _labels() -> dict[str, Tensor]:
     return {**vector(), "target": torch.tensor([0, N_CLASSES - 1])}
 
 
-LOSSES: dict[str, ZooModel] = habits(
-    {
-        "in_training": lambda: (InTraining(), _labels()),
-        "alone": lambda: (Alone(), _labels()),
-        "uncertain": lambda: (Uncertain(), {**_labels(), "level": torch.tensor([0.5, 2.0])}),
-        "focal": lambda: (Focal(), _labels()),
-        "weighted": lambda: (Weighted(), _labels()),
-        "likelihood": lambda: (Likelihood(), _labels()),
-        "distilled": lambda: (Distilled(), _labels()),
-        "dice": lambda: (Dice(), _labels()),
-        "sparse": lambda: (Sparse(), _labels()),
-        "penalized": lambda: (Penalized(), _labels()),
-        "summed": lambda: (Summed(), _labels()),
-    }
-)
+LOSSES: dict[str, ZooModel] = habits_of(
+    Alone, Focal, Weighted, Likelihood, Distilled, Dice, Sparse, Penalized, Summed,
+    example=_labels,
+) | habits({
+    "in_training": lambda: (InTraining(), _labels()),
+    "uncertain": lambda: (Uncertain(), {**_labels(), "level": torch.tensor([0.5, 2.0])}),
+})  # fmt: skip

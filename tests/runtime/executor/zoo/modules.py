@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.base import ZooModel
-from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, vector
+from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, habits_of, vector
 
 
 class EvalInForward(Base):
@@ -182,13 +182,10 @@ def _backward_hooks() -> Any:
     return model, vector()
 
 
-MODULES: dict[str, ZooModel] = habits(
+MODULES: dict[str, ZooModel] = habits_of(
+    EvalInForward, Unregistered, CountingInDict, Pairwise, FakeQuantized
+) | habits(
     {
-        "evalinforward": lambda: (EvalInForward(), vector()),
-        "unregistered": lambda: (Unregistered(), vector()),
-        "countingindict": lambda: (CountingInDict(), vector()),
-        "pairwise": lambda: (Pairwise(), vector()),
-        "fakequantized": lambda: (FakeQuantized(), vector()),
         "packed": lambda: (Packed(), {"x": torch.randn(2, 4, N_FEATURES)}),
         "stateful": lambda: (Stateful(), {"x": torch.randn(2, 4, N_FEATURES)}),
         "bag": lambda: (Bag(), {"tokens": torch.arange(8).view(2, 4) * 2}),
