@@ -40,10 +40,10 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 # A tensor's name, and its intervals in the model's tensor if it is a slice.
-Place = tuple[str, tuple[Interval, ...]]
+HeldKey = tuple[str, tuple[Interval, ...]]
 
 
-def verify_copies(tensors: Mapping[Place, Tensor], world: World) -> str:
+def verify_copies(tensors: Mapping[HeldKey, Tensor], world: World) -> str:
     """Check that ranks hold equal bits of what several hold; all ranks must call it.
 
     Returns:
@@ -52,17 +52,17 @@ def verify_copies(tensors: Mapping[Place, Tensor], world: World) -> str:
     Raises:
         VerificationError: on every rank, naming two ranks and the parameter that differs.
     """
-    mine = {place: fingerprint_of(tensor).tolist() for place, tensor in tensors.items()}
-    first: dict[Place, tuple[int, list[int]]] = {}
+    mine = {key: fingerprint_of(tensor).tolist() for key, tensor in tensors.items()}
+    first: dict[HeldKey, tuple[int, list[int]]] = {}
     for rank, prints in enumerate(gather_objects(world, mine)):
-        for place, bits in prints.items():
-            holder, known = first.setdefault(place, (rank, bits))
+        for key, bits in prints.items():
+            holder, known = first.setdefault(key, (rank, bits))
             if bits != known:
                 raise VerificationError(
-                    f"replicas differ: ranks {holder} and {rank} hold unequal {place[0]} after "
+                    f"replicas differ: ranks {holder} and {rank} hold unequal {key[0]} after "
                     "training"
                 )
-    listed = [(place, first[place][1]) for place in sorted(first)]
+    listed = [(key, first[key][1]) for key in sorted(first)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 

@@ -181,7 +181,8 @@ class ExecutorEngine:
         self._optimizer = make_optimizer(own_parameters, options.optimizer, world.device)
         self._prime_update = partial(prime_update, own_parameters, options.optimizer, world.device)
         most = options.optimizer.max_grad_norm
-        clip = GradientClip(most, world, lambda: replicas.own_group(self._groups))
+        norm_group = None if most is None else replicas.own_group(self._groups)
+        clip = GradientClip(most, world, norm_group)
         self._updating = WeightUpdate(
             self.weights, self.owners, self._optimizer, scale, hooks, clip, self._phases,
         )  # fmt: skip

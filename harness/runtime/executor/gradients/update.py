@@ -123,16 +123,15 @@ class GradientClip:
 
     Args:
         most: the largest norm, of synchronous training; None: gradients stay.
-        make_group: makes that of the ranks of this rank's replica; all ranks must call it.
+        group: of the ranks of this rank's replica; None for a rank alone.
 
     Attributes:
         norm: before the last step's were scaled, on the device; None before the first, and where
             gradients stay.
     """
 
-    def __init__(self, most: float | None, world: World, make_group: Callable[[], Any]) -> None:
-        self._most, self._world = most, world
-        self._group = None if most is None else make_group()
+    def __init__(self, most: float | None, world: World, group: Any) -> None:
+        self._most, self._world, self._group = most, world, group
         self.norm: Tensor | None = None
 
     @torch.no_grad()

@@ -25,9 +25,6 @@ from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.program.program import Draft, Route, draft_segments
 from harness.runtime.executor.shards.forms import Forms
 
-Devices = tuple[int, ...]
-Shape = tuple[int, ...]
-
 
 class End(NamedTuple):
     """One end of a message: a stage on a device."""
@@ -61,7 +58,7 @@ class Message:
     routes: tuple[Route, ...]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that is sent: a single piece keeps its shape, several are flat."""
         first, *rest = self.routes
         return (sum(r.n_elements for r in self.routes),) if rest else first.shape
@@ -176,7 +173,7 @@ class SharedSum(NamedTuple):
         returns: it sums gradients in backward; else each device has the whole gradient already.
     """
 
-    devices: Devices
+    devices: tuple[int, ...]
     goes: bool
     returns: bool
 
