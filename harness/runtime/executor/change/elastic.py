@@ -272,12 +272,12 @@ class ElasticExecutor:
         """Bytes that a change to an engine moves, by (sender, reader)."""
         n_states = self._options.optimizer.n_states
         weights, state = find_all_migrations(self.engine.held_state(), engine.held_state())
-        found: Counter[tuple[int, int]] = Counter()
-        for one, n_tensors in [*((m, 1) for m in weights), *((m, n_states) for m in state)]:
-            if one.source != one.target:
-                n_bytes = one.region.n_elements * self._item_bytes[one.region.name]
-                found[one.source, one.target] += n_bytes * n_tensors
-        return {pair: n_bytes for pair, n_bytes in found.items() if n_bytes}
+        pair_bytes: Counter[tuple[int, int]] = Counter()
+        for migration, n_tensors in [*((m, 1) for m in weights), *((m, n_states) for m in state)]:
+            if migration.source != migration.target:
+                n_bytes = migration.region.n_elements * self._item_bytes[migration.region.name]
+                pair_bytes[migration.source, migration.target] += n_bytes * n_tensors
+        return {pair: n_bytes for pair, n_bytes in pair_bytes.items() if n_bytes}
 
     def change(self, engine: ExecutorEngine) -> ChangeCost:
         """Move the state into an engine that was built and close the old one; all ranks must call

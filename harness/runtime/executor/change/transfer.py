@@ -67,11 +67,11 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
     old: dict[str, list[WeightSlice]] = defaultdict(list)
     for piece in sorted(before):
         old[piece.name].append(piece)
-    found: list[Migration] = []
+    migrations: list[Migration] = []
     n_sent: Counter[int] = Counter()
     for piece in sorted(after):
-        parts = [(one, one.common(piece)) for one in old[piece.name]]
-        known = [(one, region) for one, region in parts if region is not None]
+        parts = [(held, held.common(piece)) for held in old[piece.name]]
+        known = [(held, region) for held, region in parts if region is not None]
         n_held = sum(region.n_elements for _, region in known)
         if n_held != piece.n_elements:
             raise StrategyError(
@@ -79,15 +79,15 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
                 f"hold {n_held} of them: change to a strategy of the same model"
             )
         for target in after[piece]:
-            for one, region in known:
-                holders = before[one]
+            for held, region in known:
+                holders = before[held]
                 source = target
                 if target not in holders:
                     source = min(holders, key=lambda rank: (n_sent[rank], rank))
-                migration = Migration(region, one, piece, source, target)
+                migration = Migration(region, held, piece, source, target)
                 n_sent[source] += region.n_elements if source != target else 0
-                found.append(migration)
-    return found
+                migrations.append(migration)
+    return migrations
 
 
 # Key of a tensor of the model itself, beside the keys of the optimizer's state.

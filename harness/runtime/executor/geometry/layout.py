@@ -175,12 +175,12 @@ class Layout:
 
     def _parts_of(self, name: str) -> list[Part]:
         operator, plan = self.operators[name], self.plan(name)
-        found = full_blocks(
+        blocks = full_blocks(
             operator, plan.partition, batch=self.samples, graph_batch=self.graph.batch
         )
         return [
             Part(name, k, device, plan.stage, block, copies_of(plan, k))
-            for k, (block, device) in enumerate(zip(found, plan.devices, strict=True))
+            for k, (block, device) in enumerate(zip(blocks, plan.devices, strict=True))
         ]
 
     def arguments(self, operator: str) -> list[fx.Node]:
@@ -280,9 +280,8 @@ class Layout:
             copies = [producer.copies for producer in producers if producer.copies]
             self._held[node] = Parts(bounds.reshape(len(producers), -1, 2), devices, copies)
         wanted = np.array(block, dtype=np.int64).reshape(-1, 2)
-        found = find_pieces(self._held[node], wanted, part.device, part.copies)
-
-        bounds = np.stack([found.low, found.high], axis=-1).tolist()
+        shared = find_pieces(self._held[node], wanted, part.device, part.copies)
+        bounds = np.stack([shared.low, shared.high], axis=-1).tolist()
 
         def chosen(flags: Flags) -> tuple[Piece, ...]:
             return tuple(
@@ -290,15 +289,15 @@ class Layout:
                 for k in np.flatnonzero(flags).tolist()
             )
 
-        return chosen(found.goes), chosen(found.returns)
+        return chosen(shared.goes), chosen(shared.returns)
 
     def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
         """The nodes that a task reads, argument by argument, with the wants that serve them."""
-        found: list[tuple[fx.Node, Want]] = []
+        pairs: list[tuple[fx.Node, Want]] = []
         for argument, node in enumerate(self.arguments(part.operator)):
             key = node.name, part.device, self.wanted(part, argument, node), part.copies
-            found.append((node, self.wants[self._numbers[key]]))
-        return found
+            pairs.append((node, self.wants[self._numbers[key]]))
+        return pairs
 
     def sample_interval(self, part: Part) -> Interval:
         """The samples of the microbatch that a task computes."""
@@ -325,17 +324,17 @@ def owners(captured: Captured) -> dict[fx.Node, str]:
     """The operator that computes each tensor node."""
     names = {node: name for name, node in captured.nodes.items()}
     known = set(captured.graph.index())
-    found: dict[fx.Node, str] = {}
+    owner: dict[fx.Node, str] = {}
     for node in captured.module.graph.nodes:
         if node in names:
-            found[node] = names[node]
+            owner[node] = names[node]
         elif node.op == "placeholder" and node.name in known:
-            found[node] = node.name
+            owner[node] = node.name
         elif node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
             source = node.args[0]
-            if source in found and getattr(node.target, "__name__", "") == "getitem":
-                found[node] = found[source]
-    return found
+            if source in owner and getattr(node.target, "__name__", "") == "getitem":
+                owner[node] = owner[source]
+    return owner
 
 
 def check_samples(layout: Layout, meta: MetaModel) -> None:

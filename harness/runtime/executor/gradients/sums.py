@@ -163,7 +163,7 @@ def sum_buckets(
         parameters: of this device, in the model's order.
         buffers: receives the views of the buckets, so that gradients can be written into them.
     """
-    found: dict[Group, list[SumBucket]] = defaultdict(list)
+    queues: dict[Group, list[SumBucket]] = defaultdict(list)
     names = {parameter: piece.name for piece, parameter in parameters.items()}
     members = ((devices_of(piece), parameter) for piece, parameter in parameters.items())
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
@@ -171,8 +171,8 @@ def sum_buckets(
         bucket = SumBucket(f"bucket{number}", label, chunk, reduce_dtype)
         for parameter, view in bucket.views.items():
             buffers.assign(parameter, view)
-        found[devices].append(bucket)
-    return found
+        queues[devices].append(bucket)
+    return queues
 
 
 def buckets_of(
@@ -388,12 +388,12 @@ class GradientSync:
 
 def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
     """Split parameters, in the order of backward; a bucket ends when it reaches its size."""
-    found: list[list[nn.Parameter]] = []
+    buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
         if room <= 0:
-            room = n_bytes if found else first_bucket_bytes(n_bytes)
-            found.append([])
-        found[-1].append(parameter)
+            room = n_bytes if buckets else first_bucket_bytes(n_bytes)
+            buckets.append([])
+        buckets[-1].append(parameter)
         room -= parameter.numel() * parameter.element_size()
-    return found
+    return buckets

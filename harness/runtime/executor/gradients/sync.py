@@ -45,17 +45,17 @@ class Calls(NamedTuple):
 
 def backward_calls(module: fx.GraphModule) -> Calls:
     """Count the additions of a segment's backward to its gradients."""
-    found = Calls(Counter(set(_autograd_parameters(module))), set(), Counter())
+    counted = Calls(Counter(set(_autograd_parameters(module))), set(), Counter())
     for node in module.graph.nodes:
         called = called_module(node, module)
         if isinstance(called, Deferred):
             if called.n_joined > 1:
-                found.joined.update(called.parameters())
+                counted.joined.update(called.parameters())
             elif called.is_immediate:
-                found.each.update(called.parameters())
+                counted.each.update(called.parameters())
             else:
-                found.waiting.update(called.parameters())
-    return found
+                counted.waiting.update(called.parameters())
+    return counted
 
 
 def count_rounds(
@@ -81,11 +81,11 @@ def _count_uses(
     for size, n in n_of_size.items():
         joined_of_size: Counter[nn.Parameter] = Counter()
         for segments in programs[size].stages.values():
-            calls = [backward_calls(one.module) for one in segments if one.is_differentiable]
-            for one in calls:
-                uses.update({parameter: n * k for parameter, k in one.each.items()})
-                joined_of_size.update(one.joined)
-            waiting: set[nn.Parameter] = set().union(*(one.waiting for one in calls))
+            calls = [backward_calls(s.module) for s in segments if s.is_differentiable]
+            for counted in calls:
+                uses.update({parameter: n * k for parameter, k in counted.each.items()})
+                joined_of_size.update(counted.joined)
+            waiting: set[nn.Parameter] = set().union(*(counted.waiting for counted in calls))
             uses.update(dict.fromkeys(waiting, n))
         joined |= joined_of_size  # because all sizes are joined together
     return uses + joined
@@ -118,7 +118,7 @@ def make_groups(
         return groups.for_gradients(group, is_scattered=is_scattered) if len(group) > 1 else None
 
     parts = {part for group in holders.groups() for part in replicas.split(group)}
-    found: dict[Group, SumGroups] = {}
+    groups_of: dict[Group, SumGroups] = {}
     for devices in sorted(part for part in parts if len(part) > 1):
         shared = rows = replicas.sharing_groups(devices) if is_scattered else [devices]
         if len(shared) == 1 and is_scattered and is_apart:
@@ -130,8 +130,8 @@ def make_groups(
         for row, group in zip(rows, inner, strict=True):
             if world.rank in row:
                 between = outer[row.index(world.rank)] if outer else None
-                found[devices] = SumGroups(group, between, rows if len(shared) == 1 else [row])
-    return found
+                groups_of[devices] = SumGroups(group, between, rows if len(shared) == 1 else [row])
+    return groups_of
 
 
 def make_sync(

@@ -205,11 +205,11 @@ def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
             if piece.part.device == device != want.device:
                 outgoing[piece.part].append(Route.of(layout, want, piece))
     fetched: set[int] = set()
-    found: dict[int, list[Draft]] = {}
+    by_stage: dict[int, list[Draft]] = {}
     for stage in range(len(layout.strategy.stages)):
         if drafts := _drafts(forms, device, stage, outgoing, fetched):
-            found[stage] = drafts
-    return found
+            by_stage[stage] = drafts
+    return by_stage
 
 
 def _drafts(

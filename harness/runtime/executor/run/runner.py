@@ -99,7 +99,7 @@ class Runner:
         self._receives = self._receives_of[actions]
         self._receives.start(first)
         self._gathers.start_step(actions, is_muted=self._channels.is_muted)
-        numbered = (one._replace(microbatch=first + one.microbatch) for one in actions)
+        numbered = (each._replace(microbatch=first + each.microbatch) for each in actions)
         for self._at_action, action in enumerate(numbered):
             number, stage = self._number(action.microbatch), action.stage
             self._random.microbatch = number

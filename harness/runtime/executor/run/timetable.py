@@ -80,7 +80,9 @@ class Timetable:
         if self._rank is None:
             return ()
         actions = self._actions_of(self._rank)
-        return tuple(one for one in actions if one.kind != "weight" or one.stage in self._split)
+        return tuple(
+            action for action in actions if action.kind != "weight" or action.stage in self._split
+        )
 
     def _actions_of(self, rank: int) -> list[Action]:
         strategy = self._strategy

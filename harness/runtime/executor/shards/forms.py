@@ -139,11 +139,12 @@ def choose_forms(
     gathered: set[str] = set()
     while True:
         choosers = [_Chooser(captured, meta, plan, size, gathered) for size in sizes]
-        found = {size: chooser.choose() for size, chooser in zip(sizes, choosers, strict=True)}
-        now = {n for forms in found.values() for n, form in forms.of.items() if form == "gathered"}
-        if now == gathered or len(found) == 1:
-            return found
-        gathered = now
+        chosen = {size: chooser.choose() for size, chooser in zip(sizes, choosers, strict=True)}
+        known, gathered = gathered, set()
+        for forms in chosen.values():
+            gathered |= {name for name, form in forms.of.items() if form == "gathered"}
+        if gathered == known or len(chosen) == 1:
+            return chosen
 
 
 class _Chooser:
@@ -338,14 +339,14 @@ def spec_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard
 
 def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:
     """All tensors that a node uses, by their names in the model."""
-    found: dict[str, WeightSlice] = {}
+    sources: dict[str, WeightSlice] = {}
     if node.op == "call_module":
         path = str(node.target)
         module = root.get_submodule(path)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            found[f"{path}.{name}"] = WeightSlice.whole(f"{path}.{name}", tensor)
+            sources[f"{path}.{name}"] = WeightSlice.whole(f"{path}.{name}", tensor)
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             name = str(source.target)
-            found[name] = WeightSlice.whole(name, named_tensor(root, name))
-    return found
+            sources[name] = WeightSlice.whole(name, named_tensor(root, name))
+    return sources

@@ -98,14 +98,14 @@ class Weights(nn.Module):
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Map every name of every parameter and buffer to the first name of the same tensor."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        found[name] = first.setdefault(id(tensor), name)
-    return found
+        names[name] = first.setdefault(id(tensor), name)
+    return names
 
 
 class Use(NamedTuple):

@@ -185,12 +185,12 @@ def shared_sums(layout: Layout) -> dict[int, SharedSum]:
     for want in layout.wants:
         by_region[want.value, want.block, want.copies].append(want)
     pairs = ((wants, _shared_sum(wants)) for wants in by_region.values())
-    found = [(wants, one) for wants, one in pairs if one is not None]
-    n_regions = Counter((wants[0].value, one.devices) for wants, one in found)
+    summed = [(wants, shared_sum) for wants, shared_sum in pairs if shared_sum is not None]
+    n_regions = Counter((wants[0].value, shared_sum.devices) for wants, shared_sum in summed)
     return {
-        want.number: one
-        for wants, one in found
-        if n_regions[wants[0].value, one.devices] == 1
+        want.number: shared_sum
+        for wants, shared_sum in summed
+        if n_regions[wants[0].value, shared_sum.devices] == 1
         for want in wants
     }
 
