@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from harness.domain.graph import Attribute
 from harness.runtime.models.attention import GroupedAttention
@@ -346,6 +347,23 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
     return name in ALWAYS_RANDOM or (
         name in SOMETIMES_RANDOM and _is_on(node, *SOMETIMES_RANDOM[name])
     )
+
+
+class DropoutOff(TorchFunctionMode):
+    """Lets torch's functions drop nothing in the block."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, given, named = function_name(func), list(args), dict(kwargs or {})
+        if "dropout" in name:
+            return given[0] if given else named["input"]
+        if name == "scaled_dot_product_attention":
+            given[4:5] = [0.0][: len(given[4:])]
+            named.pop("dropout_p", None)
+        elif name == "multi_head_attention_forward":
+            named["training"] = False
+        return func(*given, **named)
 
 
 def _module_draws(module: nn.Module) -> bool:

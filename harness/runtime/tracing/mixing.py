@@ -12,9 +12,7 @@ from __future__ import annotations
 import dis
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of
-from harness.runtime.capture.operators import UNDEFINED, draws_random, is_opaque
+from harness.runtime.capture.operators import UNDEFINED, DropoutOff, draws_random, is_opaque
 from harness.runtime.capture.sample_dims import (
     Values,
     batch_sizes,
@@ -57,15 +55,14 @@ _LIMITS = ((1 << 10, 2), (1 << 10, 1), (2, 2), (1, 1))
 _ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
 _BATCHED = ("conv2d", "attention")  # with four dims
 _POINTWISE = ("elementwise", "add")
+# Modules that draw in evaluation, too; and functions that may drop some of the samples they mix.
+_RANDOM = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_ATTENTIONS = (
+    "scaled_dot_product_attention", "multi_head_attention_forward", "attention_region",
+)  # fmt: skip
 # Bytecode and calls by which a hook keeps state, so that its next call may differ.
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
 _WRITING_CALLS = ("append", "extend", "insert", "pop", "update", "setdefault", "write", "print")
-
-
-class _Mixing(Enum):
-    SAMPLE_WISE = auto()
-    MIXES = auto()
-    UNKNOWN = auto()
 
 
 class SampleMixing:
@@ -78,7 +75,7 @@ class SampleMixing:
     def __init__(self, module: fx.GraphModule, values: list[Values]) -> None:
         self._module, self._values, self._batches = module, values, batch_sizes(values)
         self._modules = dict(module.named_modules())
-        self._known: dict[str, _Mixing] = {}
+        self._known: dict[str, bool | None] = {}
 
     def is_uneven(self, node: fx.Node) -> bool:
         """Whether a node reads or makes a tensor that holds some samples only."""
@@ -96,62 +93,64 @@ class SampleMixing:
         if self._keeps_statistics(node) or self._counts_rows(node):
             return True
         is_opaque_node = is_opaque(node, self._modules)
-        mixing = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
-        return mixing is _Mixing.MIXES or (mixing is _Mixing.UNKNOWN and not is_known)
+        found = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
+        return not is_known if found is None else found
 
-    def _classify(self, node: fx.Node, kind: str) -> _Mixing:
+    def _classify(self, node: fx.Node, kind: str) -> bool | None:
         given = self._arguments(node)
         if not self._values or self._is_known_sample_wise(node, kind, given):
-            return _Mixing.SAMPLE_WISE
+            return False
         if any(len(one.dims) > 1 for one in given):
-            return _Mixing.MIXES
-        is_fixed = not any(one.is_of_batch for one in given)
-        if is_fixed or function_name(node.target) in UNDEFINED or draws_random(node, self._module):
-            return _Mixing.SAMPLE_WISE
+            return True
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        name, is_fixed = function_name(node.target), not any(one.is_of_batch for one in given)
+        is_random = name not in _ATTENTIONS if module is None else isinstance(module, _RANDOM)
+        if is_fixed or name in UNDEFINED or (is_random and draws_random(node, self._module)):
+            return False
         operator = f"{node.target}" if module is None else f"{type(module)} {module}"
         key = f"{operator} {_described(node, given)}"
         if key not in self._known:
             self._known[key] = self._test(node, given)
         return self._known[key]
 
-    def _classify_opaque(self, node: fx.Node) -> _Mixing:
+    def _classify_opaque(self, node: fx.Node) -> bool | None:
         """Test a user's code that was not traced; hooks that keep state are not run."""
         given = self._arguments(node)
         if any(len(one.dims) > 1 for one in given):
-            return _Mixing.MIXES
+            return True
         outputs = [tensors_within(each.get(node)) for each in self._values]
         if not outputs or any(a.shape == b.shape for a, b, *_ in zip(*outputs, strict=True)):
-            return _Mixing.MIXES  # the shape of an output does not change with the batch size
+            return True  # the shape of an output does not change with the batch size
         target = self._modules.get(str(node.target)) if node.op == "call_module" else node.target
         modules = target.modules() if isinstance(target, nn.Module) else ()
         hooks = [hook for module in modules for hook in hooks_of(module)]
         if isinstance(target, GradientHooks):
             hooks = target.hooks
         if not all(map(_is_stateless, hooks)):
-            return _Mixing.UNKNOWN
+            return None
         weights = parameters_of(node, self._module).values()
         return self._test(node, given, sum(w.numel() for w in weights), is_strict=True)
 
     def _test(
         self, node: fx.Node, given: Sequence[_Argument], n_weights: int = 0, is_strict: bool = False
-    ) -> _Mixing:
+    ) -> bool | None:
         drawn = (tensor for one in given for tensor in tensors_within(one.values[:1]))
         is_large = n_weights + sum(tensor.numel() for tensor in drawn) > _MOST_ELEMENTS
         if is_large and is_strict:
-            return _Mixing.UNKNOWN
+            return None
         kept = {s for w in parameters_of(node, self._module).values() for s in w.shape}
         smaller = _smaller(given, kept) if is_large else {}
+        is_still = not is_strict and draws_random(node, self._module)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             for limits in _LIMITS:
                 try:
                     call = callable_of(node, self._modules)
-                    call = _on_cpu(call) if isinstance(call, nn.Module) else call
+                    call = _on_cpu(call, is_still) if isinstance(call, nn.Module) else call
                     return _MixingTest(node, call, given, limits, smaller).classify(is_strict)
                 except Exception as error:  # user code may raise anything on random values
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
-            return _Mixing.UNKNOWN
+            return None
 
     def _is_known_sample_wise(self, node: fx.Node, kind: str, given: Sequence[_Argument]) -> bool:
         """Whether an operator's kind implies that it is sample-wise, or the executor handles its
@@ -275,19 +274,19 @@ class _MixingTest:
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]
 
-    def classify(self, is_strict: bool) -> _Mixing:
+    def classify(self, is_strict: bool) -> bool | None:
         """Compare the whole batch with its parts.
 
         Args:
-            is_strict: NaN, which hides its inputs, and a written buffer give UNKNOWN.
+            is_strict: NaN, which hides its inputs, and a written buffer give None.
         """
-        before = self._buffers()
-        with Float32Watch() if is_strict else nullcontext() as watch:
+        before, watch = self._buffers(), Float32Watch() if is_strict else None
+        with watch or DropoutOff():
             whole, *parts = (self._run(k) for k in range(3))
         tolerance = _FLOAT32_TOLERANCE if watch and watch.is_seen else _TOLERANCE
         has_nan = any(bool(x.isnan().any()) for x in (*whole[0], *whole[1]))
         if is_strict and (has_nan or self._buffers() != before):
-            return _Mixing.UNKNOWN
+            return None
         outputs = list(zip(whole[0], *(part[0] for part in parts), strict=True))
         gradients = zip(whole[1], *(part[1] for part in parts), strict=True)
         # A weight's gradient is a sum over samples, unless the output has no batch dim.
@@ -296,7 +295,7 @@ class _MixingTest:
             (_is_joined if is_fixed or a.shape != b[0].shape else _is_sum)(a, b, tolerance)
             for a, *b in gradients
         )
-        return _Mixing.SAMPLE_WISE if is_sample_wise else _Mixing.MIXES
+        return not is_sample_wise
 
     def _buffers(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
@@ -388,12 +387,12 @@ def _is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     )
 
 
-def _on_cpu(module: nn.Module) -> nn.Module:
-    """A float64 copy with random weights."""
+def _on_cpu(module: nn.Module, is_still: bool) -> nn.Module:
+    """A float64 copy with random weights, which drops nothing if `is_still`."""
     copied = meta_copy(module).to_empty(device="cpu").double()
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.normal_(std=0.5)
         for buffer in copied.buffers():
             buffer.fill_(1)
-    return copied
+    return copied.eval() if is_still else copied

@@ -173,20 +173,56 @@ def test_usual_models_keep_samples_apart(name):
     assert mixing_of(small_task(name)) == []
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(("batch_first", "is_mixing"), [(True, False), (False, True)])
-@pytest.mark.parametrize("layer", [nn.MultiheadAttention, nn.LSTM])
-def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_mixing):
+@pytest.mark.parametrize(
+    ("layer", "sizes", "n_read"),
+    [
+        (nn.MultiheadAttention, (4, 2), 3),
+        (nn.LSTM, (4, 4, 2), 1),
+        (nn.TransformerEncoderLayer, (4, 2, 4), 1),
+    ],
+)
+def test_a_layer_that_takes_samples_for_steps_mixes_them(
+    layer, sizes, n_read, batch_first, is_mixing, dropout
+):
     class Steps(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = layer(4, 2, batch_first=batch_first)
-            self.is_attention = layer is nn.MultiheadAttention
-            self.head = nn.Linear(4 if self.is_attention else 2, 3)
+            self.layer = layer(*sizes, batch_first=batch_first, dropout=dropout)
+            self.head = nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.head(self.layer(*[x] * (3 if self.is_attention else 1))[0].mean(1))
+            found = self.layer(*[x] * n_read)
+            return self.head((found if isinstance(found, torch.Tensor) else found[0]).mean(1))
 
     assert bool(mixing_of(task_on(Steps(), 5, 4))) == is_mixing
+
+
+class Heads(nn.Module):
+    """An attention of one head, over samples or steps."""
+
+    def __init__(self, *, is_turned, is_joined):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.head, self.is_turned = nn.Linear(8, 3), is_turned
+        self.n_heads = 2 if is_joined else 1  # an attention of one head is not joined
+
+    def forward(self, x):
+        x = x.transpose(0, 1) if self.is_turned else x
+        sizes = (x.shape[0], -1, self.n_heads, 8 // self.n_heads)
+        q, k, v = (part(x).view(sizes).transpose(1, 2) for part in (self.q, self.k, self.v))
+        made = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        y = self.out(made.transpose(1, 2).reshape(x.shape[0], -1, 8))
+        return self.head((y.transpose(0, 1) if self.is_turned else y).mean(1))
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_attention_over_samples_mixes_them_also_where_it_drops_some(is_turned, is_joined):
+    found = mixing_of(task_on(Heads(is_turned=is_turned, is_joined=is_joined), 5, 8))
+    name = "attention_region" if is_joined else "scaled_dot_product_attention"
+    assert found == ([name] if is_turned else [])
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
