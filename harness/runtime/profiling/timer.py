@@ -23,7 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ class Mark(NamedTuple):
 
 
 Lap = tuple[Mark, Mark]
+T = TypeVar("T")
 
 
 @dataclass
@@ -123,7 +125,7 @@ class OpTimer:
         processor: Callable[[], float] | None = None,
     ) -> None:
         self._clock, self._budget = clock, budget
-        self.autocast, self.hold = autocast, hold or (lambda: None)
+        self.autocast, self._hold = autocast, hold or (lambda: None)
         self._shortest_s = shortest_s
         self._processor = processor
         self._tiny = torch.zeros(1, device=device, requires_grad=True)
@@ -219,21 +221,29 @@ class OpTimer:
     def mark(self) -> Mark:
         return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
 
-    def idle_forward(self) -> Lap:
-        """Time two readings of the clock around a view, which computes nothing."""
-        self.hold()
+    def timed(self, run: Callable[[], T], laps: list[Lap]) -> T:
+        """What a function returns, and its lap, behind what is queued on a GPU."""
+        self._hold()
         start = self.mark()
-        self._tiny.view_as(self._tiny)
-        return start, self.mark()
+        result = run()
+        laps.append((start, self.mark()))
+        return result
 
-    def idle_backward(self) -> Lap:
+    def time_idle_forward(self, laps: list[Lap]) -> None:
+        """Time two readings of the clock around a view, which computes nothing."""
+        self.timed(partial(self._tiny.view_as, self._tiny), laps)
+
+    def time_idle_backward(self, laps: list[Lap]) -> None:
         """Time the start of autograd, which a whole step pays only once, with clock readings."""
         output = self._tiny.view_as(self._tiny)
         one = torch.ones_like(output)
-        self.hold()
-        start = self.mark()
-        torch.autograd.grad([output], [self._tiny], [one], allow_unused=True)
-        return start, self.mark()
+        self.timed(partial(_gradients, [output], [self._tiny], [one]), laps)
+
+
+def _gradients(
+    outputs: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
 
 
 class _Iteration:
@@ -274,53 +284,41 @@ class _Iteration:
     def _forward(self, step: Step, call: OperatorCall) -> Any:
         self._n_forward += 1
         if self._n_forward % _IDLE_EVERY == 1:
-            self.laps.idle_forward.append(self._timer.idle_forward())
+            self._timer.time_idle_forward(self.laps.idle_forward)
         if step.name not in self._names:
             return call()
-        substitute = self._substitutes.get(step.name)
+        substitute, laps = self._substitutes.get(step.name), self.laps.forward[step.name]
         if substitute is None:
-            return self._time_forward(step.name, call)
+            return self._timer.timed(call, laps)
         timed = substitute(call)
-        output = self._time_forward(step.name, timed)
+        output = self._timer.timed(timed, laps)
         outputs = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
         self._waiting[step.name].append((timed, outputs))
         del output, outputs
         return call()
 
-    def _time_forward(self, name: str, call: OperatorCall) -> Any:
-        self._timer.hold()
-        start = self._timer.mark()
-        output = call()
-        self.laps.forward[name].append((start, self._timer.mark()))
-        return output
-
     def _backward(self, step: Step, pending: Pending, wanted: list[Tensor]) -> Sequence[Any]:
         self._n_backward += 1
         if self._n_backward % _IDLE_EVERY == 1:
-            self.laps.idle_backward.append(self._timer.idle_backward())
+            self._timer.time_idle_backward(self.laps.idle_backward)
         waiting = self._waiting.get(step.name)
         if waiting:
             self._time_substitute(step.name, *waiting.pop(0))
+
+        def run() -> tuple[Tensor | None, ...]:
+            # Gradients from several readers of an output are summed first, as in autograd.
+            gradients = [sum(parts[1:], start=parts[0]) for parts in pending.gradients]
+            return _gradients(pending.outputs, wanted, gradients)
+
         is_timed = step.name in self._names and step.name not in self._substitutes
-        if is_timed:
-            self._timer.hold()
-        start = self._timer.mark() if is_timed else None
-        # Gradients from several readers of an output are summed first, as in autograd.
-        gradients = [sum(parts[1:], start=parts[0]) for parts in pending.gradients]
-        found = torch.autograd.grad(pending.outputs, wanted, gradients, allow_unused=True)
-        if start is not None:
-            self.laps.backward[step.name].append((start, self._timer.mark()))
+        found = self._timer.timed(run, self.laps.backward[step.name]) if is_timed else run()
         return [self._passed_on(x, gradient) for x, gradient in zip(wanted, found, strict=True)]
 
     def _time_substitute(self, name: str, call: OperatorCall, outputs: list[Tensor]) -> None:
         wanted = call.wanted
-        if not outputs or not wanted:
-            return
-        ones = [torch.ones_like(tensor) for tensor in outputs]
-        self._timer.hold()
-        start = self._timer.mark()
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        self.laps.backward[name].append((start, self._timer.mark()))
+        if outputs and wanted:
+            ones = [torch.ones_like(tensor) for tensor in outputs]
+            self._timer.timed(partial(_gradients, outputs, wanted, ones), self.laps.backward[name])
 
     def _passed_on(self, x: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of an input; store that of a parameter, or add it to that of earlier
