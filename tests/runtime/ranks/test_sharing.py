@@ -1,68 +1,60 @@
 """Files travel between hosts that share no disk: processes with directories of their own."""
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from harness.runtime.ranks import sharing
-
-RANK = """
-import json, os, sys
-from datetime import timedelta
-from pathlib import Path
-from torch.distributed import TCPStore
-from harness.runtime.ranks import sharing
 from harness.runtime.ranks.control import Control
 
-rank, port, size = (int(word) for word in sys.argv[1:4])
-sharing._BLOCK_BYTES = 1000
-store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-control = Control(store, rank, size)
-{act}
-control.leave()
-"""
-COLLECT = """
-def act(fetch):
-    fetch(Path("state"))
-    for path in sorted(Path("state").iterdir()):
-        fetch(path)
-    return "done"
-print(json.dumps(sharing.with_fetch(control, act)))
-"""
-DISTRIBUTE = 'sharing.distribute(control, Path("state"), ["a", "b", "b", "c"])'
-TO_FIRST = """
-paths = {1: Path("rank1.jsonl"), 2: Path("rank2.jsonl"), 3: Path("rank3.jsonl")}
-print(json.dumps(sharing.copy_to_first(control, paths)))
-"""
+STATE, HOSTS = Path("state"), ["a", "b", "b", "c"]
+
+
+def collect(control):
+    def act(fetch):
+        fetch(STATE)
+        for path in sorted(STATE.iterdir()):
+            fetch(path)
+        return "done"
+
+    return sharing.with_fetch(control, act)
 
 
 @pytest.fixture
-def ranks(tmp_path):
-    """Run a program on four ranks, each in a directory of its own; returns what they print."""
+def ranks(tmp_path, monkeypatch):
+    """Call a function on four ranks, each in a directory of its own; returns what they return.
+
+    They are forks, which import nothing.
+    """
+    monkeypatch.setattr(sharing, "_BLOCK_BYTES", 1000)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [tmp_path / f"rank{rank}" for rank in range(4)]
     for place in places:
         place.mkdir()
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+
+    def start(act, rank):
+        os.chdir(places[rank])
+        wait = timedelta(seconds=60)
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
+        control = Control(store, rank, 4)
+        results.put((rank, act(control)))
+        control.leave()
 
     def run(act):
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK.format(act=act), str(rank), str(server.port), "4"],
-                cwd=place,
-                env={**os.environ, "PYTHONPATH": str(Path(sharing.__file__).parents[3])},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, place in enumerate(places)
-        ]
-        printed = [process.communicate(timeout=120)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * 4
-        return printed
+        processes = [context.Process(target=start, args=(act, rank)) for rank in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * 4
+        found = dict(results.get() for _ in processes)
+        return [found[rank] for rank in range(4)]
 
     return places, run
 
@@ -87,7 +79,7 @@ def test_rank_0_fetches_what_other_hosts_have(ranks):
     write(places[2] / "state/step-4/empty", b"")
     write(places[3] / "state/step-8/shard3", b"later")
     others = [files_in(place) for place in places[1:]]
-    assert [json.loads(text) for text in run(COLLECT)] == ["done", None, None, None]
+    assert run(collect) == ["done", None, None, None]
     assert files_in(places[0]) == {
         "state/step-4/shard0": b"own",
         "state/step-4/shard1": long,
@@ -103,7 +95,7 @@ def test_hosts_get_what_they_lack_once_each(ranks):
     for name, data in whole.items():
         write(places[0] / name, data)
     write(places[3] / "state/shard1", b"b")
-    run(DISTRIBUTE)
+    run(lambda control: sharing.distribute(control, STATE, HOSTS))
     # Ranks 1 and 2 are of one host, so the second would have found the first one's files.
     assert [files_in(place) for place in places] == [whole, whole, {}, whole]
 
@@ -114,7 +106,7 @@ def test_hosts_get_what_runs_are_planned_by_without_records(ranks):
     records = {"state/run/rank0.jsonl": b"x" * 2500, "state/run/state/shard0": b"y"}
     for name, data in (planned_by | records).items():
         write(places[0] / name, data)
-    run(DISTRIBUTE.replace("distribute", "distribute_results"))
+    run(lambda control: sharing.distribute_results(control, STATE, HOSTS))
     assert files_in(places[3]) == planned_by
 
 
@@ -123,8 +115,9 @@ def test_a_file_that_cannot_be_written_is_told_and_the_others_arrive(ranks):
     for rank in (1, 2):
         write(places[rank] / f"rank{rank}.jsonl", b"x" * 1500)
     (places[0] / "rank1.jsonl").mkdir()  # in its place
-    told, *others = map(json.loads, run(TO_FIRST))
-    assert list(told) == ["1"]
-    assert "rank1.jsonl" in told["1"]
+    paths = {rank: Path(f"rank{rank}.jsonl") for rank in (1, 2, 3)}
+    told, *others = run(lambda control: sharing.copy_to_first(control, paths))
+    assert list(told) == [1]
+    assert "rank1.jsonl" in told[1]
     assert others == [{}, {}, {}]
     assert files_in(places[0]) == {"rank2.jsonl": b"x" * 1500}
