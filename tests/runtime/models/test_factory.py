@@ -14,12 +14,19 @@ from harness.runtime.models.factory import task_from_factory, weights_on_meta
 from harness.runtime.models.task import ModelOptions
 
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
+# Builds models by the names that it is given, each in a fork that has not imported torchvision.
 BUILD = """
-from harness.runtime.models.task import ModelOptions
+import os, sys
 from harness.runtime.models.factory import task_from_factory
+from harness.runtime.models.task import ModelOptions
 
-task = task_from_factory({name!r}, ModelOptions(n_classes=10, n_channels=3, image_size=32))
-print(type(task.model).__name__, sum(p.numel() for p in task.model.parameters()))
+for name in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    task = task_from_factory(name, ModelOptions(n_classes=10, n_channels=3, image_size=32))
+    print(type(task.model).__name__, sum(p.numel() for p in task.model.parameters()), flush=True)
+    os._exit(0)
 """
 IN_THE_FACTORY = """
 def net(n_classes):
@@ -71,12 +78,13 @@ def user(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("text", [IN_THE_FACTORY, AT_THE_TOP, BY_A_LIBRARY])
-def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
-    user("users_net", text)
-    code, paths = BUILD.format(name="users_net:net"), f"{ROOT}:{tmp_path}"
-    done = completed(sys.executable, "-c", code, PYTHONPATH=paths)
-    assert done.stdout.split() == ["ResNet", "11181642"], done.stderr
+def test_a_factory_may_import_torchvision_by_itself(tmp_path, user):
+    texts = {"in_it": IN_THE_FACTORY, "at_the_top": AT_THE_TOP, "by_a_library": BY_A_LIBRARY}
+    for name, text in texts.items():
+        user(f"users_{name}", text)
+    names, paths = [f"users_{name}:net" for name in texts], f"{ROOT}:{tmp_path}"
+    done = completed(sys.executable, "-c", BUILD, *names, PYTHONPATH=paths)
+    assert done.stdout.splitlines() == ["ResNet 11181642"] * 3, done.stderr
 
 
 @pytest.mark.parametrize(
