@@ -45,6 +45,7 @@ from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.resume import check_batches, check_ended, find_resumed
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, with_note, worst
+from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit, describe_rank
 from harness.runtime.ranks.isolate import run_isolated
@@ -264,13 +265,13 @@ class Launcher:
         self, plan: PlannedRun, run_dir: Path, lost: Sequence[int]
     ) -> Continuation | None:
         """How the ranks that are left go on, or all where none was lost; None if they cannot."""
-        find = plan.case.workload.find_continuation
-        if find is None:
+        continuing = plan.case.workload.continuing
+        if continuing is None:
             return None
 
         def find_here(fetch: sharing.Fetch) -> Continuation | None:
             try:
-                return find(plan.case.config, run_dir, lost, fetch)
+                return continuing.find(plan.case.config, run_dir, lost, fetch)
             except HarnessError as error:
                 _log.warning("the ranks that are left cannot go on: %s", error)
                 return None
@@ -299,9 +300,9 @@ class Launcher:
 
     def _continued(self, plan: PlannedRun, found: Continuation, ranks: Sequence[int]) -> PlannedRun:
         """The run by which some ranks of the launch go on with a case."""
-        go_on = plan.case.workload.go_on
-        assert go_on is not None, "a workload that finds continuations has it"
-        case = replace(plan.case, config=go_on(plan.case.config, found, len(ranks)))
+        continuing = plan.case.workload.continuing
+        assert continuing is not None, "it has found this continuation"
+        case = replace(plan.case, config=continuing.go_on(plan.case.config, found, len(ranks)))
         (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
         return replace(then, repeat=plan.repeat)
 
@@ -349,6 +350,7 @@ class Launcher:
     def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
         """Run this rank's part, in a child process unless the workload needs MPI."""
         meeting, workload, config = self._meeting, plan.case.workload, plan.case.config
+        continuing = workload.continuing
         hostnames, rank = self._hostnames(plan), plan.ranks.index(self._world.rank)
         world = replace(self._world, rank=rank, size=len(hostnames), hostnames=hostnames)
         spec = RunSpec(
@@ -368,7 +370,7 @@ class Launcher:
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
                 reached=reached,
-                grace_s=workload.grace_s(config),
+                grace_s=GRACE_S if continuing is None else continuing.grace_s(config),
             )
         return outcome_of(ending)
 
@@ -383,7 +385,8 @@ class Launcher:
     def _keeps_copy(self, plan: PlannedRun, run_dir: Path) -> bool:
         """Whether this rank keeps a copy of the header for its host, which has a disk of its own,
         because a launch with --resume may begin there."""
-        hostnames, is_saved = self._world.hostnames, plan.case.workload.is_saved(plan.case.config)
+        hostnames, continuing = self._world.hostnames, plan.case.workload.continuing
+        is_saved = continuing is not None and continuing.is_saved(plan.case.config)
         is_first = hostnames.index(self._world.hostname) == self._world.rank
         return is_saved and is_first and not (run_dir / HEADER_FILE).exists()
 

@@ -13,7 +13,7 @@ from harness.domain.run import RunHeader
 from harness.errors import ConfigError
 from harness.measure.store import headers_in
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
-from harness.workloads.common.contract import UNTIL, Continuation, Workload, config_json
+from harness.workloads.common.contract import UNTIL, Continuation, Continuing, config_json
 
 _log = logging.getLogger(__name__)
 
@@ -56,25 +56,26 @@ def find_earlier(
     ranks or by another strategy counts if it is unfinished and if no other run of the launch is
     nearer to it; if another is as near, neither goes on.
     """
-    workload, config = plan.case.workload, config_json(plan.case.config)
-    if workload.differing is None:
+    continuing, config = plan.case.workload.continuing, config_json(plan.case.config)
+    if continuing is None:
         return []
     others = {other.case.config: other for other in planned if other.case.name == plan.case.name}
     others.pop(plan.case.config, None)
     found: list[tuple[tuple[int, int, str], Earlier]] = []
-    for header, first in _last_runs(results, workload):
+    for header, first in _last_runs(results, continuing):
         if (first.workload, first.repeat) != (plan.case.name, plan.repeat):
             continue
-        distance, unlike = _compare(plan, first)
+        distance, unlike = _compare(plan, first, continuing)
         has_ended = is_whole(header) and not (distance == _RANKS and len(first.ranks) > n_started)
         if distance > _OTHER or (distance > _SAME and has_ended):
             continue
-        nearest = min((_compare(one, first)[0] for one in others.values()), default=distance + 1)
+        distances = (_compare(one, first, continuing)[0] for one in others.values())
+        nearest = min(distances, default=distance + 1)
         if nearest < distance:
             continue
         refusal = ""
         if distance == _OTHER:
-            unlike = {name: unlike[name] for name in unlike.keys() - workload.strategy_flags}
+            unlike = {name: unlike[name] for name in unlike.keys() - continuing.strategy_flags}
             refusal = "give the same to go on"
         elif nearest == distance:
             refusal = "other runs of this launch could go on as well, start one of them alone"
@@ -84,9 +85,8 @@ def find_earlier(
     return [last for _, last in sorted(found, key=lambda one: one[0], reverse=True)]
 
 
-def _last_runs(results: Path, workload: Workload) -> Iterator[tuple[RunHeader, RunHeader]]:
+def _last_runs(results: Path, continuing: Continuing) -> Iterator[tuple[RunHeader, RunHeader]]:
     """Runs that none continues, each with the first that it continues with the same strategy."""
-    assert workload.differing is not None, "others were refused"
     known = {header.run_id: header for _, header in headers_in(results)}
     continued = {header.config.get("continues") for header in known.values()}
     for last in known.values():
@@ -94,21 +94,22 @@ def _last_runs(results: Path, workload: Workload) -> Iterator[tuple[RunHeader, R
             continue
         first, seen = last, {last.run_id}
         while (earlier := known.get(str(first.config.get("continues", "")))) is not None:
-            differing = workload.differing(first.config, earlier.config)
-            if differing & workload.strategy_flags or earlier.run_id in seen:  # a damaged file
+            differing = continuing.differing(first.config, earlier.config)
+            if differing & continuing.strategy_flags or earlier.run_id in seen:  # a damaged file
                 break
             first = earlier
             seen.add(first.run_id)
         yield last, first
 
 
-def _compare(plan: PlannedRun, first: RunHeader) -> tuple[int, dict[str, tuple[Any, Any]]]:
+def _compare(
+    plan: PlannedRun, first: RunHeader, continuing: Continuing
+) -> tuple[int, dict[str, tuple[Any, Any]]]:
     """How far a planned run is from an earlier one, and the flags by which they differ."""
-    workload, config = plan.case.workload, config_json(plan.case.config)
-    assert workload.differing is not None, "others were refused"
-    names = workload.differing(config, first.config)
+    config = config_json(plan.case.config)
+    names = continuing.differing(config, first.config)
     unlike = {name: (config.get(name), first.config.get(name)) for name in sorted(names)}
-    n_others = len(names - workload.strategy_flags)
+    n_others = len(names - continuing.strategy_flags)
     distance = _SAME if not names else _STRATEGY if not n_others else _OTHER + n_others - 1
     if len(plan.ranks) != len(first.ranks):
         unlike["n_ranks"] = (len(plan.ranks), len(first.ranks))
@@ -119,6 +120,21 @@ def _compare(plan: PlannedRun, first: RunHeader) -> tuple[int, dict[str, tuple[A
 def is_whole(header: RunHeader) -> bool:
     """Whether a run has trained to its last step, so that nothing goes on from it."""
     return header.status == "ok" and UNTIL not in header.summary
+
+
+def _first_resumable(
+    results: Path, plan: PlannedRun, earlier: Sequence[Earlier], fetch: Fetch
+) -> tuple[Earlier, Continuation | None] | None:
+    """The first of some earlier runs that has trained to its last step, or whose state can be
+    loaded, with its continuation; None if there is none."""
+    for last in earlier:
+        if is_whole(last.header):
+            return last, None
+        continuing = plan.case.workload.continuing
+        assert continuing is not None, "it has compared these runs"
+        if found := continuing.find(plan.case.config, results / last.header.run_id, (), fetch):
+            return last, found
+    return None
 
 
 def find_resumed(
@@ -132,16 +148,15 @@ def find_resumed(
 
     Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
     """
-    find = plan.case.workload.find_continuation
-    if find is None:
+    earlier = find_earlier(results, plan, planned, n_started)
+    resumable = _first_resumable(results, plan, earlier, fetch)
+    if resumable is None:
         return None
-    for last in find_earlier(results, plan, planned, n_started):
-        if is_whole(last.header):
-            return last.header if last.header.config.get("continues") else None
-        if found := find(plan.case.config, results / last.header.run_id, (), fetch):
-            _log.info("%s: %s", plan.title, last.text(found))
-            return None if last.refusal else found
-    return None
+    last, found = resumable
+    if found is None:
+        return last.header if last.header.config.get("continues") else None
+    _log.info("%s: %s", plan.title, last.text(found))
+    return None if last.refusal else found
 
 
 def check_batches(
@@ -156,8 +171,8 @@ def check_batches(
     counts = {len(header.ranks) for _, header in headers_in(results)}
     larger = sorted(n for n in counts if n > n_started)
     for plan in planned if larger else ():
-        case, n_ranks, find = plan.case, len(plan.ranks), plan.case.workload.find_continuation
-        if find is None:
+        case, n_ranks, continuing = plan.case, len(plan.ranks), plan.case.workload.continuing
+        if continuing is None:
             continue
         if any(not last.refusal for last in find_earlier(results, plan, planned, n_started)):
             continue
@@ -168,7 +183,7 @@ def check_batches(
             last = next(iter(find_earlier(results, like, [], n)), None)
             if last is None or last.unlike or is_whole(last.header):
                 continue
-            if found := find(other.config, results / last.header.run_id, (), fetch):
+            if found := continuing.find(other.config, results / last.header.run_id, (), fetch):
                 raise ConfigError(
                     f"--resume: {last.header.run_id} trains global batches of {batch} on {n} "
                     f"ranks, this launch would begin again with {case.config.batch} on {n_ranks}: "
@@ -185,19 +200,16 @@ def check_ended(
         ConfigError: names the run.
     """
     for plan in planned:
-        config, find = plan.case.config, plan.case.workload.find_continuation
         earlier = find_earlier(results, plan, planned, n_started)
-        if find is None or all(last.header.status != "running" for last in earlier):
+        if all(last.header.status != "running" for last in earlier):
             continue
-        for last in earlier:  # as `find_resumed` does
-            run_id, status = last.header.run_id, last.header.status
-            found = find(config, results / run_id, (), fetch)
-            if found is None and not is_whole(last.header):
-                continue
-            if found is not None and status == "running" and not last.refusal:
-                raise ConfigError(
-                    f"--resume: another launch still trains {run_id}, or its host was lost within "
-                    f"half a minute, and this one would go on from step {found.step}: wait until "
-                    "that one has ended, or end it"
-                )
-            break
+        resumable = _first_resumable(results, plan, earlier, fetch)
+        if resumable is None:
+            continue
+        last, found = resumable
+        if found is not None and last.header.status == "running" and not last.refusal:
+            raise ConfigError(
+                f"--resume: another launch still trains {last.header.run_id}, or its host was lost "
+                f"within half a minute, and this one would go on from step {found.step}: wait "
+                "until that one has ended, or end it"
+            )

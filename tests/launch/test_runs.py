@@ -17,6 +17,7 @@ from harness.resume import find_earlier
 from harness.run import RunSpec, run_case
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
+from harness.workloads.common.contract import Continuing
 from harness.workloads.common.flags import RunOptions
 from harness.workloads.train.workload import WORKLOAD as TRAIN
 
@@ -53,7 +54,12 @@ def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
     for name, other in (("a", "b"), ("b", "a"), ("c", "a")):
         made = header_of(workload="case", run_id=name, config={"continues": other}, status="crash")
         write_header(tmp_path / name, made)
-    workload = replace(WORKLOAD, differing=lambda one, other: frozenset())
+    never: Any = None
+    continuing = Continuing(
+        find=never, go_on=never, grace_s=never, is_saved=never,
+        differing=lambda one, other: frozenset(), strategy_flags=frozenset(),
+    )  # fmt: skip
+    workload = replace(WORKLOAD, continuing=continuing)
     case = Case(name="case", workload=workload, config=Empty())
     run = PlannedRun(case=case, key="", repeat=0, ranks=(0,))
     assert [one.header.run_id for one in find_earlier(tmp_path, run, [run], 1)] == ["c"]

@@ -11,7 +11,6 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.measure.store import Run
-from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks.sharing import Fetch
 from harness.runtime.ranks.world import Context
 
@@ -46,6 +45,32 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
         return text if self.until is None else f"{text}, all ranks from step {self.until}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continuing:
+    """How the runs of a workload go on after a rank, or the whole launch, was lost.
+
+    Attributes:
+        find: whether and how the ranks that are left go on, given the case, the directory of its
+            last run, the lost ranks, of which there are none when a rank joins again, and a
+            function that fetches the files of a directory from other hosts; called on rank 0 only,
+            raises HarnessError where they cannot.
+        go_on: the case by which so many ranks go on, with the continuation's `until`.
+        grace_s: seconds that a rank has left after another has failed, to save what it holds.
+        is_saved: whether a launch with --resume may go on with a case from any of its hosts.
+        differing: names of the flags by which two configurations as JSON differ in what they train
+            or by which strategy, on any number of ranks; without any, `--resume` continues the
+            second by the first.
+        strategy_flags: those that only choose the strategy.
+    """
+
+    find: Callable[[Any, Path, Sequence[int], Fetch], Continuation | None]
+    go_on: Callable[[Any, Continuation, int], Any]
+    grace_s: Callable[[Any], float]
+    is_saved: Callable[[Any], bool]
+    differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]]
+    strategy_flags: frozenset[str]
+
+
 def count_ranks(config: Any, n_started: int) -> int:
     """Number of ranks that a case uses: those of its `n_ranks`, or all. They are the first ones,
     and the others wait, so one launch can sweep over rank counts (scaling)."""
@@ -74,18 +99,7 @@ class Workload:
             later runs. A workload that needs MPI runs in each rank's first process instead.
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
         renamed: old spellings of flags and those of other programs, each with the one here.
-        find_continuation: whether and how the ranks that are left go on, given the case, the
-            directory of its last run, the lost ranks, of which there are none when a rank joins
-            again, and a function that fetches the files of a directory from other hosts; called on
-            rank 0 only, raises HarnessError where they cannot. None: the workload's runs never go
-            on.
-        go_on: the case by which so many ranks go on, with the continuation's `until`.
-        grace_s: seconds that a rank has left after another has failed, to save what it holds.
-        is_saved: whether a launch with --resume may go on with a case from any of its hosts.
-        differing: names of the flags by which two configurations as JSON differ in what they train
-            or by which strategy, on any number of ranks; without any, `--resume` continues the
-            second by the first.
-        strategy_flags: those that only choose the strategy.
+        continuing: how its runs go on after a loss; None: they never do.
         check: checks the files that a case names, given the results directory, once before any run
             of the sweep; called on rank 0 only, raises HarnessError.
     """
@@ -97,14 +111,7 @@ class Workload:
     is_isolated: bool = True
     needs: Callable[[Any], list[Need]] = lambda config: []
     renamed: Mapping[str, str] = field(default_factory=dict)
-    find_continuation: Callable[[Any, Path, Sequence[int], Fetch], Continuation | None] | None = (
-        None
-    )
-    go_on: Callable[[Any, Continuation, int], Any] | None = None
-    grace_s: Callable[[Any], float] = lambda config: GRACE_S
-    is_saved: Callable[[Any], bool] = lambda config: False
-    differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]] | None = None
-    strategy_flags: frozenset[str] = frozenset()
+    continuing: Continuing | None = None
     check: Callable[[Any, Path], None] = lambda config, results: None
 
 

@@ -25,7 +25,7 @@ from harness.runtime.engines.engine import Share
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
-from harness.workloads.common.contract import UNTIL, Workload
+from harness.workloads.common.contract import UNTIL, Continuing, Workload
 from harness.workloads.train import keeper as states
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
@@ -349,11 +349,13 @@ WORKLOAD = Workload(
     body=run_train,
     table=train_text,
     needs=train_needs,
-    find_continuation=states.find_continuation,
-    go_on=states.go_on,
-    grace_s=states.grace_s,
-    is_saved=lambda case: case.save_every is not None,
-    differing=states.differing,
-    strategy_flags=STRATEGY_FLAGS,
+    continuing=Continuing(
+        find=states.find_continuation,
+        go_on=states.go_on,
+        grace_s=states.grace_s,
+        is_saved=lambda case: case.save_every is not None,
+        differing=states.differing,
+        strategy_flags=STRATEGY_FLAGS,
+    ),
     check=check_inputs,
 )
