@@ -349,9 +349,7 @@ class Catalog:
             summaries = tuple(
                 add_mfu_of_measured_peak(own, run.header.ranks, self.peaks) for run, own in known
             )
-            is_judged = [run.header.status == "ok" and not run.changes for run in case.runs]
-            times = [run.times if ok else {} for run, ok in zip(case.runs, is_judged, strict=True)]
-            summaries = with_outliers_of_repeats(summaries, times)
+            summaries = with_outliers_of_repeats(summaries, [run.times for run in case.runs])
             first = summaries[0]
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]

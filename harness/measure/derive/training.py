@@ -53,6 +53,7 @@ class TrainingSummary:
         validation_loss, accuracy: on held-out samples after the last epoch, by the parameters; the
             others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
+        are_steps_judged: it is ok and kept its strategy, so that its steps should be alike.
         outlier_steps: steps far above the others.
     """
 
@@ -96,6 +97,7 @@ class TrainingSummary:
     accuracy: float | None = None
     averaged_accuracy: float | None = None
     ranks: tuple[RankSummary, ...] = ()
+    are_steps_judged: bool = False
     outlier_steps: tuple[int, ...] = ()
     warnings: tuple[Doubt, ...] = ()
 
@@ -193,6 +195,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         phases=_mean_over_ranks([rank for rank in ranks if rank.rank in working]),
         memory_bytes=_largest(rank.memory_bytes for rank in ranks),
         ranks=ranks,
+        are_steps_judged=is_judged and not still,
         outlier_steps=outliers(times) if is_judged and not still else (),
         ring_bytes=_ring_bytes(run, n_ranks),
         **numbers,
@@ -238,9 +241,14 @@ def with_outliers_of_repeats(
     """The summaries of repeats with outliers among the steps of all, not of each alone.
 
     Args:
-        times: seconds of each repeat's steps; empty where they are not judged.
+        times: seconds of each repeat's steps.
     """
-    every = {(k, step): time_s for k, own in enumerate(times) for step, time_s in own.items()}
+    every = {
+        (k, step): time_s
+        for k, (summary, own) in enumerate(zip(summaries, times, strict=True))
+        for step, time_s in own.items()
+        if summary.are_steps_judged
+    }
     far, found = outliers(every), []
     for k, summary in enumerate(summaries):
         steps = tuple(step for repeat, step in far if repeat == k)

@@ -138,7 +138,7 @@ def _over_all_steps(
     """Return the summaries with outliers among the steps of all repeats, as in the report."""
     found = list(summaries)
     for places in _places_of_repeats(runs).values():
-        times = [_judged_times(runs[at]) for at in places]
+        times = [step_times(runs[at]) or epoch_times(runs[at]) for at in places]
         of_repeats = with_outliers_of_repeats([summaries[at] for at in places], times)
         for at, summary in zip(places, of_repeats, strict=True):
             found[at] = summary
@@ -151,11 +151,6 @@ def _places_of_repeats(runs: Sequence[Run]) -> dict[tuple[str, str], list[int]]:
     for at, run in enumerate(runs):
         places.setdefault((run.header.key, run.header.status), []).append(at)
     return places
-
-
-def _judged_times(run: Run) -> dict[int, float]:
-    is_judged = run.header.status == "ok" and not change_times(run)
-    return (step_times(run) or epoch_times(run)) if is_judged else {}
 
 
 def _rows_of_repeats(

@@ -26,23 +26,33 @@ def test_lists_are_swept_and_each_repeat_holds_every_combination():
         }
 
 
-def test_what_dtype_gradients_are_summed_in_is_swept_where_they_are_summed():
-    config = TrainConfig(strategy=("single", "ddp"), reduce_dtype=("fp32", "bf16"))
-    found = [(case.strategy, case.reduce_dtype) for case in train_cases(config, 4)]
-    assert sorted(found) == [("ddp", "bf16"), ("ddp", "fp32"), ("single", "fp32")]
+@pytest.mark.parametrize(
+    ("flags", "name", "wanted"),
+    [
+        # Gradients are summed in a dtype where there are several ranks.
+        ({"strategy": ("single", "ddp"), "reduce_dtype": ("fp32", "bf16")}, "reduce_dtype",
+         [("ddp", "bf16"), ("ddp", "fp32"), ("single", "fp32")]),
+        # Replicas are averaged where ddp has several.
+        ({"strategy": ("single", "ddp", "pipeline"), "sync_every": (1, 8)}, "sync_every",
+         [("ddp", 1), ("ddp", 8), ("pipeline", 1), ("single", 1)]),
+        # State is sharded where ranks would keep it alike.
+        ({"strategy": ("single", "ddp", "zero2"), "shard_state": "parameters"}, "shard_state",
+         [("ddp", "parameters"), ("single", "auto"), ("zero2", "auto")]),
+        # A batch per device grows with the ranks.
+        ({"strategy": ("single", "ddp"), "per_device_batch": (8,), "n_ranks": (2, 4)}, "batch",
+         [("ddp", 16), ("ddp", 32), ("single", 8)]),
+        # By default one device trains the batch of the others.
+        ({"strategy": ("single", "ddp")}, "batch", [("ddp", 128), ("single", 128)]),
+    ],
+)  # fmt: skip
+def test_a_flag_is_for_the_strategies_that_use_it(flags, name, wanted):
+    cases = train_cases(TrainConfig(**flags), 4)
+    assert sorted((case.strategy, getattr(case, name)) for case in cases) == wanted
 
 
-def test_replicas_are_averaged_where_ddp_has_several():
-    config = TrainConfig(strategy=("single", "ddp", "pipeline"), sync_every=(1, 8))
-    found = [(case.strategy, case.sync_every) for case in train_cases(config, 4)]
-    assert sorted(found) == [("ddp", 1), ("ddp", 8), ("pipeline", 1), ("single", 1)]
+def test_one_rank_has_no_replicas_to_average():
+    config = TrainConfig(strategy=("ddp", "pipeline"), sync_every=(1, 8))
     assert {case.sync_every for case in train_cases(config, 1)} == {1}
-
-
-def test_state_is_sharded_where_ranks_would_keep_it_alike():
-    config = TrainConfig(strategy=("single", "ddp", "zero2"), shard_state="parameters")
-    found = [(case.strategy, case.shard_state) for case in train_cases(config, 4)]
-    assert sorted(found) == [("ddp", "parameters"), ("single", "auto"), ("zero2", "auto")]
 
 
 def test_the_order_is_random_but_equal_on_every_rank():
@@ -50,20 +60,6 @@ def test_the_order_is_random_but_equal_on_every_rank():
     orders = [case.batch for case in train_cases(config, 4)]
     assert orders == [case.batch for case in train_cases(config, 4)]
     assert orders[:4] != orders[4:8] or orders[4:8] != orders[8:12]
-
-
-def test_a_per_device_batch_grows_with_the_ranks():
-    config = TrainConfig(strategy=("single", "ddp"), per_device_batch=(8,), n_ranks=(2, 4))
-    assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [
-        (1, 8),
-        (2, 16),
-        (4, 32),
-    ]
-
-
-def test_by_default_one_device_trains_the_batch_of_the_others():
-    config = TrainConfig(strategy=("single", "ddp"))
-    assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [(1, 128), (4, 128)]
 
 
 @pytest.mark.parametrize(
