@@ -127,6 +127,21 @@ def test_only_a_run_of_unnumbered_changes_is_refused(tmp_path):
         read_header(tmp_path)
 
 
+def test_samples_of_a_change_without_its_number_are_skipped_and_named(tmp_path):
+    labels = {"before": "ddp", "after": "pipeline", "why": "drift"}
+    metrics = {"change_s": labels, "change_build_s": {}, "cache_received_bytes": {"change": -1}}
+    write_run(
+        tmp_path, records=[Sample(metric=m, value=1.0, labels=own) for m, own in metrics.items()]
+    )
+    reasons = [reason for _, reason in read_results(tmp_path).skipped]
+    number = "it must be a whole number from 0 to"
+    assert [reason.partition(" 1152")[0] for reason in reasons] == [
+        f"line 1: change_s has no label change: {number}",
+        f"line 2: change_build_s has no label change: {number}",
+        f"line 3: cache_received_bytes has change -1: {number}",
+    ]
+
+
 def test_appending_after_a_crash_keeps_what_was_there(tmp_path):
     run_dir = write_run(tmp_path)
     writer = RecordWriter(run_dir, 1)
