@@ -5,8 +5,9 @@ import math
 import random
 
 import pytest
+from made_graphs import links_between
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import ClusterError
@@ -257,22 +258,6 @@ def test_many_parallel_branches_are_planned_without_listing_every_cut():
     assert found.step_s <= 1.05 * n * 1e-3 / 4
 
 
-def workload(producers, seed=0):
-    rng = random.Random(seed)
-    n = len(producers)
-    return OperatorDag(
-        names=[f"op{i}" for i in range(n)],
-        compute_ticks=[rng.randint(0, 5) for _ in range(n)],
-        parameter_bytes=[rng.randint(0, 5) for _ in range(n)],
-        activation_bytes=[rng.randint(1, 9) for _ in range(n)],
-        producers=producers,
-    )
-
-
-# 0 -> (1 -> 2), (3), (4 -> 5 -> 6) -> 7 -> 8
-MODULE = [[], [0], [1], [0], [0], [4], [5], [2, 3, 6], [7]]
-
-
 def shape(level):
     return level.n_workers, level.bandwidth, level.inner
 
@@ -290,63 +275,48 @@ def test_minibatches_in_flight(replicas, behind, minibatches):
     assert n_in_flight(replicas, behind) == minibatches
 
 
-def cluster(*sizes):
-    return Cluster(
-        nodes=[
-            Node(
-                name=f"n{i}",
-                devices=[
-                    Device(name=f"n{i}:{j}", kind="gpu", memory_bytes=10**9) for j in range(size)
-                ],
-            )
-            for i, size in enumerate(sizes)
-        ]
-    )
-
-
-def linked(base, missing=0):
-    names = [device.name for device in base.devices]
-    pairs = [(a, b) for a in names for b in names if a != b]
-    links = [
-        Link(
-            source=a,
-            target=b,
-            latency_s=0.0,
-            bandwidth_bytes_per_s=8.0 if a[:2] == b[:2] else 2.0 + k / 100,
+def linked(*sizes, missing=0):
+    """Nodes of so many devices; links between them are unlike, and some may be missing."""
+    nodes = [
+        Node(
+            name=f"n{i}",
+            devices=[Device(name=f"n{i}:{j}", kind="gpu", memory_bytes=10**9) for j in range(size)],
         )
-        for k, (a, b) in enumerate(pairs)
+        for i, size in enumerate(sizes)
     ]
-    return Cluster(nodes=base.nodes, links=links[: len(links) - missing])
+    names = [device.name for node in nodes for device in node.devices]
+    rates = itertools.count(2.0, 0.01)
+    links = links_between(names, lambda a, b: (0.0, 8.0 if a[:2] == b[:2] else next(rates)))
+    return Cluster(nodes=nodes, links=links[: len(links) - missing])
 
 
-def levels_at(base, limit=None):
-    work = workload(MODULE)
-    work.parameter_bytes[:] = [10**9] * work.n_operators  # so that no limit is above all needs
-    return levels_for(base, limit, work)
+def levels_at(cluster, limit=None):
+    work = chain_workload([1.0] * 9, [10**9] * 9, [1] * 9)  # no limit is above all needs
+    return levels_for(cluster, limit, work)
 
 
 def test_equal_nodes_become_two_levels_at_their_slowest_links():
-    inside, between = levels_at(linked(cluster(2, 2)))
+    inside, between = levels_at(linked(2, 2))
     assert inside.memory_bytes == 1e9
     assert shape(inside) == (2, 8.0, 1)
-    assert shape(between) == (2, pytest.approx(2.01), 2)
+    assert shape(between) == (2, 2.0, 2)
     assert between.memory_bytes == math.inf
 
 
 def test_nodes_of_one_device_become_one_level():
-    (level,) = levels_at(linked(cluster(1, 1, 1)), limit=5)
+    (level,) = levels_at(linked(1, 1, 1), limit=5)
     assert level.n_workers == 3
     assert level.memory_bytes == 5
 
 
 def test_nodes_of_unequal_size_become_one_level_at_the_slowest_link():
-    (level,) = levels_at(linked(cluster(2, 1)))
-    assert shape(level) == (3, pytest.approx(2.01), 1)
+    (level,) = levels_at(linked(2, 1))
+    assert shape(level) == (3, 2.0, 1)
 
 
 def test_missing_link_is_named():
     with pytest.raises(ClusterError, match="no link n1:0 -> n0:0"):
-        levels_at(linked(cluster(1, 1), missing=1))
+        levels_at(linked(1, 1, missing=1))
 
 
 @pytest.mark.parametrize(
