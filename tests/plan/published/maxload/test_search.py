@@ -5,10 +5,10 @@ import math
 import random
 
 import pytest
+from made_graphs import profile_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import validate
 from harness.errors import PlanError
 from harness.plan.costs import PlanRequest, run
@@ -122,18 +122,12 @@ def request(n_devices, memory_bytes=1e9):
         )
         for i, name in enumerate(names)
     ]  # fmt: skip
-    points = [
-        Measurement(device_kind="device", operator=name, forward_s=s, backward_s=2 * s)
-        for name, s in zip(names, [1e-3, 3e-3, 3e-3, 1e-3], strict=True)
-    ]
-    cluster = Cluster.uniform(
-        1, n_devices, inside_bytes_per_s=2e6, between_bytes_per_s=None,
-        memory_bytes=int(memory_bytes),
-    )  # fmt: skip
-    graph = Graph(name="row", operators=operators, batch=8)
-    return PlanRequest(
-        cluster=cluster, graph=graph, profile=Profile(model="row", measurements=points)
+    seconds = dict(
+        zip(names, [(1e-3, 2e-3), (3e-3, 6e-3), (3e-3, 6e-3), (1e-3, 2e-3)], strict=True)
     )
+    cluster = Cluster.uniform(1, n_devices, inside_bytes_per_s=2e6, memory_bytes=int(memory_bytes))
+    graph = Graph(name="row", operators=operators, batch=8)
+    return PlanRequest(cluster=cluster, graph=graph, profile=profile_of(graph, seconds))
 
 
 def test_the_plan_is_a_pipeline_with_its_bound():

@@ -5,11 +5,10 @@ import math
 import random
 
 import pytest
-from made_graphs import links_between
+from made_graphs import links_between, profile_of
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
 from harness.errors import ClusterError
 from harness.plan.published.pipedream.planner import _workers, levels_for
 from harness.plan.published.pipedream.problem import (
@@ -26,7 +25,7 @@ RELATIVE = 1e-9  # prefix sums and single sums round differently
 
 def random_workload(rng, n):
     """A DAG with branches; times in ms, sizes in kB; some operators cost nothing."""
-    operators, points = [], []
+    operators, seconds = [], {}
     for i in range(n):
         parents = [f"op{j}" for j in range(i) if rng.random() < (0.6 if j == i - 1 else 0.25)]
         operators.append(
@@ -38,16 +37,9 @@ def random_workload(rng, n):
                 activation_bytes=rng.choice([100, 5_000, 30_000, 90_000]),
             )
         )
-        points.append(
-            Measurement(
-                device_kind="device",
-                operator=f"op{i}",
-                forward_s=rng.choice([0.0, 0.001, 0.002, 0.005]),
-                backward_s=rng.choice([0.0, 0.001, 0.007]),
-            )
-        )
+        seconds[f"op{i}"] = rng.choice([0.0, 0.001, 0.002, 0.005]), rng.choice([0.0, 0.001, 0.007])
     graph = Graph(name="random", operators=operators)
-    return workload_from(graph, Profile(model="random", measurements=points), "device")
+    return workload_from(graph, profile_of(graph, seconds), "device")
 
 
 class Oracle:
