@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import msgspec
@@ -116,7 +117,8 @@ def vit_profile(graph: Graph, forward_s: float, backward_s: float, optimizer_s: 
     )
 
 
-def advise_vit(samples, seconds, *, bytes_per_value=4, **more):
+@cache
+def advise_vit(samples, seconds, *, bytes_per_value=4, nodes=range(5), **more):
     """Advice for DeepSpeed on the tesla machines: data parallel, all-reduce after backward."""
     graph = vit(samples, bytes_per_value=bytes_per_value)
     request = AdviceRequest(
@@ -128,23 +130,22 @@ def advise_vit(samples, seconds, *, bytes_per_value=4, **more):
         optimizer="adamw",
         overlap=False,
     )
-    return Adviser(replace(request, **more), tesla(), seconds=60).advise()
+    return Adviser(replace(request, **more), part_of(tesla(), nodes), seconds=60).advise()
 
 
-# Epoch seconds of ViT-B/16 on 1, 2 and 3 RTX 3070, and forward, backward and optimizer ms of one
+# Epoch seconds of ViT-B/16 on 1, 2 and 3 RTX 3070, and forward, backward and optimizer s of one
 # (Scalable_ViT_DT, trinhgiahuy, b9f281bc).
 @pytest.mark.parametrize(
-    ("samples", "bytes_per_value", "step_ms", "epochs_s", "best"),
+    ("samples", "bytes_per_value", "step_s", "epochs_s", "best"),
     [
-        (16, 4, (64.0, 138.5, 17.3), (712.9, 916.4, 743.6), 1),
-        (32, 2, (42.0, 95.7, 34.0), (278.3, 283.9, 218.6), 3),
+        (16, 4, STEP_S, (712.9, 916.4, 743.6), 1),
+        (32, 2, (0.042, 0.0957, 0.034), (278.3, 283.9, 218.6), 3),
     ],
 )
 def test_as_many_gpus_are_advised_as_were_measured_to_be_fastest(
-    samples, bytes_per_value, step_ms, epochs_s, best
+    samples, bytes_per_value, step_s, epochs_s, best
 ):
-    forward, backward, optimizer = (ms * 1e-3 for ms in step_ms)
-    advice = advise_vit(samples, (forward, backward, optimizer), bytes_per_value=bytes_per_value)
+    advice = advise_vit(samples, step_s, bytes_per_value=bytes_per_value)
 
     assert epochs_s.index(min(epochs_s)) + 1 == best
     assert advice.best.node_names == [f"ecetesla{k}" for k in range(best)]
@@ -159,7 +160,7 @@ AVERAGED = "averaged replicas: --strategy ddp --sync-every 32"
 
 
 def test_the_first_lines_say_which_machines_and_why_not_the_others():
-    advice = advise_vit(16, STEP_S)
+    advice = advise_vit(16, STEP_S, bytes_per_value=4)
     lines = advice_lines(advice, PLAIN)
 
     assert lines[:5] == [
@@ -214,7 +215,7 @@ def test_a_part_is_the_cause_if_another_one_gains_something(rates, speed, cause)
 
 
 def test_overlap_makes_three_gpus_worth_it():
-    advice = advise_vit(16, STEP_S, overlap=True)
+    advice = advise_vit(16, STEP_S, overlap=True, nodes=(0, 1, 2))
     assert len(advice.best.node_names) > 1
 
 
@@ -233,11 +234,12 @@ def test_two_devices_of_a_node_count_only_with_a_strategy_of_both():
 
 
 def test_a_model_that_fits_no_device_alone_is_spread():
-    advice = advise_vit(16, STEP_S, memory_bytes=500 << 20, families=("pipeline",))
+    families = ("pipeline",)
+    advice = advise_vit(16, STEP_S, memory_bytes=700 << 20, families=families, nodes=(0, 1, 4))
     assert advice.single is None
     assert "no GPU holds the model alone" in advice_lines(advice, PLAIN)[0]
     alone = [one.batch for one in advice.largest if one.strategy == "single"]
-    assert alone == [0, 0, 0]
+    assert alone == [0, 0]
 
 
 def test_data_parallelism_shards_its_state_where_only_that_fits():
