@@ -180,21 +180,6 @@ def test_simulator_asks_for_memory_with_a_topology(chain, refused):
     assert "--topology needs --memory BYTES" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        (CHAIN.replace("\tc -- d", "\tc -- d\n\td -- a"), "is cyclic"),
-        (CHAIN.replace("\tc -- d", "\tc -- x"), "unknown operator 'x'"),
-        (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time is in milliseconds"),
-    ],
-)
-def test_bad_profile_ends_with_one_line_and_code_2(tmp_path, text, message, refused):
-    path = tmp_path / "bad.txt"
-    path.write_text(text)
-    assert message in refused(ON_TWO, "--profile", path)
-
-
 def test_profile_without_its_graph_asks_for_it(tmp_path, refused):
     _, profile = parse_graph_txt(CHAIN, name="chain")
     path = tmp_path / "chain.json"

@@ -18,10 +18,6 @@ def entries(name):
     return {entry.name: entry for entry in content}
 
 
-def graph(name):
-    return parse_graph_txt((CASES / name).read_text(), name="g")
-
-
 @pytest.mark.parametrize("name", ["d01-ff-tutorial.txt", "d03-ff-old-names.txt"])
 def test_flexflows_names_of_operators_say_their_kinds(name):
     found = entries(name)
@@ -61,20 +57,10 @@ def test_plans_without_depths_are_taken(name, ranks, described):
     assert imported.describe() == described
 
 
-def test_lists_of_activations_and_edges_by_blanks_are_taken():
-    found, profile = graph("d22-dapple-lists.txt")
-    assert [op.activation_bytes for op in found.operators] == [4816896, 50466816, 25690112]
-    assert [op.inputs for op in found.operators] == [[], ["node1"], ["node2"]]
-    assert profile.measurements[2].backward_s == pytest.approx(5.68e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "names"), [("d24-crlf.txt", ["node1", "node2"]), ("d26-int-names.txt", ["1", "2"])]
-)
-def test_ends_of_lines_and_numbers_as_names_are_taken(name, names):
-    found, profile = parse_graph_txt((CASES / name).read_bytes().decode(), name="g")
-    assert [op.name for op in found.operators] == names
-    assert found.operators[1].inputs == names[:1]
+def test_numbers_as_names_are_taken():
+    text = (CASES / "d26-int-names.txt").read_text()
+    found, profile = parse_graph_txt(text, name="g")
+    assert [(op.name, op.inputs) for op in found.operators] == [("1", []), ("2", ["1"])]
     assert found.operators[1].parameter_bytes == 80
     assert profile.measurements[1].forward_s == 1e-3
 
@@ -82,10 +68,8 @@ def test_ends_of_lines_and_numbers_as_names_are_taken(name, names):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("d15-shared-rank.json", "rank 0 is in stages 0 and 2 of stage_to_rank_map"),
         ("d17-null.json", "has no stages (module_to_stage_map is null"),
         ("d28-nan.txt", "d28-nan.txt:2: forward_compute_time of 'node2' is 'nan': write a number"),
-        ("d30-cycle.txt", "is cyclic: node1 -> node2 -> node1: remove one of these edges"),
         ("d34-compression.txt", "'compression_ratio=0.5': remove it"),
     ],
 )

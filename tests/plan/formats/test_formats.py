@@ -261,7 +261,7 @@ def test_unequal_shares_do_not_become_equal_replicas():
         (b'{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0]}}', "must be the same"),
         (
             b'{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": [0]}}',
-            "ranks of its own",
+            "rank 0 is in stages 0 and 1 of stage_to_rank_map.* ranks of its own",
         ),
         (b'{"module_to_stage_map": "x"}', "Expected `array`"),
         (b'{"module_to', "is not JSON"),
@@ -390,7 +390,10 @@ NODE = "n -- Add -- forward_compute_time={}, backward_compute_time=0, activation
         ("\ta b", "is not an edge"),
         (f"{NODE.format(1, 1)}, parameter_size=0 -- stage=1", "stage_id=<number>"),
         (f"{NODE.format(1, 1)}, parameter_size=0\n" * 2, "source:2: 'n' is described twice"),
-        (f"{NODE.format(1, 1)}, parameter_size=0\n\tn -- n", "cyclic: n -> n"),
+        (
+            f"{NODE.format(1, 1)}, parameter_size=0\n\tn -- n",
+            "cyclic: n -> n: remove one of these edges",
+        ),
     ],
 )
 def test_malformed_profile_names_the_line(text, message):
