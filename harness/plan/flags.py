@@ -137,7 +137,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "--bandwidth",
         metavar="INSIDE[,BETWEEN]",
         help="bandwidth of the links of --topology inside and between nodes: bytes/s "
-        "(1e10,1.25e9) or bits/s (10gbit)",
+        "(1e10,1.25e9) or bits/s (10gbit). All devices of a node share BETWEEN: add up the node's "
+        "NICs. These links have no latency",
     )
     where.add_argument(
         "--memory",

@@ -250,7 +250,12 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0
             budget = _N_PROPOSALS if found else None
             found += _searched(request, simulator, batch, search_cpu_s, budget)
     tried = [one for one in found if one.is_measured] if is_raced else []
-    return min(tried or found, key=lambda one: one.step_s, default=None)
+    return min(tried or found, key=_rounded_s, default=None)
+
+
+def _rounded_s(priced: Priced) -> float:
+    """The step without rounding errors, so that the simplest of equal strategies comes first."""
+    return float(f"{priced.step_s:.9g}")
 
 
 def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iterator[Simulation]:

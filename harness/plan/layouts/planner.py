@@ -144,11 +144,9 @@ class LayoutSearch:
 
     def single_s(self) -> float:
         """Of the batch on one device, in the best size of microbatch, whatever it needs."""
-        costs = {samples: self._costs(1, samples) for samples in self._sizes(self.batch)}
-        return min(
-            self.batch // samples * float((found.forward_s + found.backward_s).sum())
-            for samples, found in costs.items()
-        )
+        alone = ParallelLayout(tp=1, dp=1, pp=1)
+        sizes = self._sizes(self.batch)
+        return min(self._price(alone, self.batch // n, 0, "none").step_s for n in sizes)
 
     def _sizes(self, own: int) -> list[int]:
         """Microbatches of a replica: powers of two, or all where an operator needs them."""
@@ -270,21 +268,27 @@ def _divisors(n: int) -> list[int]:
 def _result(
     request: PlanRequest, search: LayoutSearch, found: list[Choice], limit: int
 ) -> PlanResult:
-    best, cluster = found[0], search.cluster
+    best, cluster, n = found[0], search.cluster, search.cluster.n_devices
     made_for = fingerprint(search.graph, cluster, search.profile)
     strategy = msgspec.structs.replace(search.strategy(best), made_for=made_for)
     single_s = search.single_s()
-    ddp = [c.step_s for c in found if c.layout.dp == cluster.n_devices]
+    explanation = [f"{best.name}, of {len(found)} layouts with their flows"]
+    plain = [c for c in found if c.shard_state == "none" and not c.segments]
+    ddp = [c for c in plain if c.layout.dp == n]
+    fitting = [c for c in ddp if c.memory_bytes <= limit]
+    if ddp and not fitting:
+        least = format_bytes(min(c.memory_bytes for c in ddp))
+        explanation.append(f"data parallel does not fit into memory: it needs {least} or more")
     return PlanResult(
         cost="layouts",
         method="all layouts, by classes of devices",
         predicted_step_s=best.step_s,
         speedup_over_single=single_s / best.step_s,
-        speedup_over_ddp=min(ddp) / best.step_s if ddp else math.nan,
+        speedup_over_ddp=min((c.step_s for c in fitting or ddp), default=math.nan) / best.step_s,
         memory_bytes={device.name: best.memory_bytes for device in cluster.devices},
         optimizer=search.options.optimizer,
         strategy=strategy,
-        explanation=[f"{best.name}, of {len(found)} layouts with their flows"],
+        explanation=explanation,
         runners_up=_runners_up(found, limit, single_s),
         n_proposals=len(found),
     )

@@ -313,6 +313,15 @@ def test_a_faster_link_carries_what_the_other_end_does():
     assert (changed.name, changed.kind) == ("ecetesla3:0", RTX_3070)
 
 
+@pytest.mark.parametrize(("batch", "forward_s"), [(48, 0.01), (96, 0.11)])
+def test_of_steps_equal_but_for_rounding_that_without_microbatches_is_advised(batch, forward_s):
+    graph = vit(batch)
+    profile = vit_profile(graph, forward_s, 2 * forward_s, 0.0)
+    request = AdviceRequest(graph=graph, profile=profile, batch=batch, memory_bytes=2**50)
+    found = pricing.price(request, part_of(tesla(), [0]))
+    assert found.strategy.n_microbatches == 1
+
+
 def test_the_largest_batch_is_the_last_that_fits():
     graph = vit(16)
     request = AdviceRequest(graph=graph, profile=vit_profile(graph, 0.1, 0.2, 0.01), batch=16)

@@ -242,6 +242,9 @@ def test_layouts_have_the_time_of_the_optimizer():
     timed = dataclasses.replace(asked, profile=replace(profile, optimizers=times))
     found = run("layouts", timed)
     assert found.optimizer == "adamw"
+    single_s, weights = BATCH * 8 * 3 * 1.05e-3, 8 * 4_000_000
+    expected = (single_s + weights * 1e-6) / found.predicted_step_s
+    assert found.speedup_over_single == pytest.approx(expected)
     assert found.predicted_step_s > run("layouts", asked).predicted_step_s
 
 
@@ -255,6 +258,8 @@ def test_memory_decides_where_it_binds():
     less = run("layouts", request(cluster(memory_bytes=needed - 1)))
     assert max(less.memory_bytes.values()) < needed
     assert less.predicted_step_s >= free.predicted_step_s
+    assert "data parallel does not fit into memory: it needs" in less.explanation[1]
+    assert len(free.explanation) == 1
     with pytest.raises(PlanError, match="no layout of 'chain' fits"):
         run("layouts", request(cluster(memory_bytes=10**6)))
 
