@@ -7,7 +7,7 @@ on it are computed again.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,8 @@ from harness.plan.simulate.transfers import (
 PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...], KeyForm]
 
 
-@dataclass(frozen=True)
-class OperatorCosts:
-    """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
+class OperatorCosts(NamedTuple):
+    """Arrays by device position (n_devices,), and weights as slices.
 
     Attributes:
         saved_bytes: bytes that forward keeps for backward beside the output; below 0 where the
@@ -66,10 +65,10 @@ class OperatorCosts:
         inner_bytes: bytes that backward allocates at once beside gradients that leave it.
         weight_bytes, frozen_bytes: bytes of trained and of frozen weights.
         shared_bytes: bytes of trained weights that other devices hold too.
+        active: whether the device has a block.
         slices: (bytes, ascending devices) of each distinct slice of the trained weights.
     """
 
-    active: npt.NDArray[np.bool_]
     forward_s: Floats
     backward_s: Floats
     output_bytes: Floats
@@ -78,7 +77,13 @@ class OperatorCosts:
     weight_bytes: Floats
     frozen_bytes: Floats
     shared_bytes: Floats
+    active: npt.NDArray[np.bool_]
     slices: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def amounts(self) -> tuple[Floats, ...]:
+        """All but `active` and `slices`."""
+        return self[:-2]
 
 
 class Costs:
@@ -208,7 +213,6 @@ class Costs:
         none = np.zeros(n)
         is_frozen = operator.name in self._frozen
         return OperatorCosts(
-            active=active,
             forward_s=forward,
             backward_s=backward,
             output_bytes=output,
@@ -217,6 +221,7 @@ class Costs:
             weight_bytes=none if is_frozen else weight,
             frozen_bytes=weight if is_frozen else none,
             shared_bytes=none if is_frozen else shared,
+            active=active,
             slices=() if is_frozen else slices,
         )
 

@@ -197,18 +197,18 @@ class Tables:
         self.tied = {members[-1]: members for members in graph.ties()}
         self.last_user = {op: last for last, members in self.tied.items() for op in members}
         self.parameterised = [i for i, op in enumerate(graph.operators) if op.weight_bytes > 0]
-        shape = (self.n_ops, self.n_devices)
-        self.active = np.zeros(shape, dtype=np.bool_)
-        self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
-        self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
-        self.saved_bytes, self.frozen_bytes = np.zeros(shape), np.zeros(shape)
-        self.inner_bytes, self.fed_bytes = np.zeros(shape), np.zeros(shape)
+        self._amounts = np.zeros((8, self.n_ops, self.n_devices))  # see `OperatorCosts.amounts`
+        self.forward_s, self.backward_s, self.output_bytes, self.saved_bytes = self._amounts[:4]
+        self.inner_bytes, self.weight_bytes, self.frozen_bytes, self.shared_bytes = self._amounts[
+            4:
+        ]
+        self.active = np.zeros((self.n_ops, self.n_devices), dtype=np.bool_)
+        self.fed_bytes = np.zeros((self.n_ops, self.n_devices))
         inputs = [i for i, op in enumerate(graph.operators) if not has_tasks(op)]
         self._fed = {c for c, found in enumerate(producers) if not {*inputs}.isdisjoint(found)}
         self._fed |= {i for i, op in enumerate(graph.operators) if op.kind == "loss"}
         scale = costs.samples / (graph.batch or costs.samples)
         self._input_bytes = scale * sum(graph.operators[i].activation_bytes for i in inputs)
-        self.shared_bytes = np.zeros(shape)
         self.slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
@@ -222,19 +222,14 @@ class Tables:
 
     def _fill_row(self, op: int, plan: OperatorPlan) -> None:
         row = self.costs.operator(op, plan)
-        self.active[op] = row.active
-        self.forward_s[op], self.backward_s[op] = row.forward_s, row.backward_s
+        self._amounts[:, op], self.active[op], self.slices[op] = row.amounts, row.active, row.slices
         if self._smaller is not None:
             costs, share = self._smaller
             other = costs.operator(op, plan)
             self.forward_s[op] += share * (other.forward_s - row.forward_s)
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
-        self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
-        self.saved_bytes[op], self.frozen_bytes[op] = row.saved_bytes, row.frozen_bytes
-        self.inner_bytes[op] = row.inner_bytes
         if op in self._fed:
             self.fed_bytes[op] = self._input_bytes * self._sample_shares(op, plan)
-        self.shared_bytes[op], self.slices[op] = row.shared_bytes, row.slices
 
     def step_input_bytes(self, n_microbatches: int) -> Floats:
         """(n_devices,) bytes of a step's inputs."""
