@@ -67,11 +67,16 @@ def layers(
 
 
 def request_of(
-    graph: Graph, profile: Profile, cluster: Cluster | None = None, **changes: Any
+    graph: Graph,
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    budget: int = 300,
+    **changes: Any,
 ) -> PlanRequest:
     """A short search, by default on four equal devices of one node."""
     cluster = cluster or Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
-    return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=budget, **changes)
 
 
 def small_cluster(n_devices: int) -> Cluster:

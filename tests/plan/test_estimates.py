@@ -87,7 +87,7 @@ def small_request():
     cluster = Cluster.uniform(
         1, 4, inside_bytes_per_s=12e9, memory_bytes=12 * 10**9, kind="P100", latency_s=1e-5
     )
-    return PlanRequest(graph=graph, profile=profile, cluster=cluster, batch=1024, budget=800)
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, batch=1024, budget=200)
 
 
 def test_search_is_at_least_as_fast_as_tables_on_devices_and_far_from_data_parallel():
@@ -107,5 +107,5 @@ def test_flexflows_lines_of_the_same_model_can_be_a_start():
     lines.append("[Concat-1] num_dims(2) dims[1,4] device_ids[0,1,2,3]")
     request = small_request()
     start = strategy_from_entries(parse_console("\n".join(lines)), request.graph, batch=1024)
-    found = search_portfolio(replace(request, start=start)).result()
-    assert f"start: {start.name}" in {r.name for r in found.runners_up}
+    found = search_portfolio(replace(request, start=start, budget=1)).result()
+    assert f"start: {start.name}" in {r.name for r in found.runners_up} | {found.method}

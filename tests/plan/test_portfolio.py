@@ -83,13 +83,11 @@ def test_what_does_not_fit_is_tried_with_sharded_state_and_with_recomputation():
 
 
 # Enumerating three devices takes seconds.
-@pytest.mark.parametrize(
-    ("seed", "n_ops", "n_devices"), [(0, 4, 2), (1, 4, 2), (2, 4, 2), (0, 3, 3)]
-)
+@pytest.mark.parametrize(("seed", "n_ops", "n_devices"), [(0, 4, 2), (1, 4, 2), (0, 3, 3)])
 def test_searches_find_what_enumeration_finds(seed, n_ops, n_devices):
     request = random_request(seed, n_ops=n_ops, n_devices=n_devices)
     want, _ = enumerated_step_s(request)
-    request = replace(request, budget=4000)
+    request = replace(request, budget=2000)
     try:
         found = search_portfolio(request, exhaustive_up_to=0).best.step_s
     except PlanError:
@@ -156,7 +154,7 @@ def test_the_result_is_never_worse_than_a_standard_strategy():
 
 
 def test_equal_seeds_give_equal_plans():
-    request = replace(random_request(3, n_ops=6, n_devices=4), budget=500)
+    request = replace(random_request(3, n_ops=6, n_devices=4), budget=100)
     first, second = plan_with_simulator(request), plan_with_simulator(request)
     assert first.strategy == second.strategy
     assert first.n_proposals == second.n_proposals
@@ -196,7 +194,7 @@ def test_recomputation_is_tried_where_something_slower_fits():
     cluster = cluster.with_devices([msgspec.structs.replace(first, memory_bytes=GB), *others])
     simulator = Simulator(graph, profile, cluster)
     assert simulator.step_s(builders.single(graph, 8)) == 24.0
-    found = plan_with_simulator(request_of(graph, profile, cluster))
+    found = plan_with_simulator(request_of(graph, profile, cluster, budget=600))
     assert any(stage.recompute for stage in found.strategy.stages)
     assert found.predicted_step_s < 16
 
@@ -284,7 +282,7 @@ def test_an_imported_plan_is_a_start_and_one_that_does_not_fit_is_refused():
 
 def test_a_start_called_ddp_is_not_what_data_parallel_is_compared_with():
     graph, profile = layers(4)
-    request = request_of(graph, profile)
+    request = request_of(graph, profile, budget=1)
     slow = msgspec.structs.replace(builders.single(graph, 8), name="ddp")
     found = plan_with_simulator(replace(request, start=slow))
     assert found.speedup_over_ddp == plan_with_simulator(request).speedup_over_ddp
@@ -304,9 +302,9 @@ def test_a_fast_network_makes_data_parallel_pay_and_a_slow_one_does_not():
     graph, profile = layers(4, batch=32, parameters=10**5)
     fast = Cluster.uniform(4, 1, inside_bytes_per_s=1e12, memory_bytes=GB)
     slow = Cluster.uniform(4, 1, inside_bytes_per_s=1e2, memory_bytes=GB)
-    quick = plan_with_simulator(request_of(graph, profile, fast))
+    quick = plan_with_simulator(request_of(graph, profile, fast, budget=1))
     assert quick.speedup_over_single == pytest.approx(4, rel=0.01)
-    stuck = plan_with_simulator(request_of(graph, profile, slow))
+    stuck = plan_with_simulator(request_of(graph, profile, slow, budget=1))
     assert stuck.speedup_over_ddp > 100
 
 
