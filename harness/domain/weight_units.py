@@ -32,7 +32,7 @@ class SharedWeight(NamedTuple):
     Attributes:
         operators: positions of those that use it, ascending.
         stages: pipeline stages of these operators.
-        item_bytes: of an element; a unit has elements of one size.
+        dtype: a unit has weights of one.
         is_alike: whether all devices use it in the same operators, so that each can wait for it
             there.
     """
@@ -41,7 +41,7 @@ class SharedWeight(NamedTuple):
     operators: tuple[int, ...]
     stages: frozenset[int]
     n_bytes: int
-    item_bytes: int = 4
+    dtype: str = "float32"
     is_alike: bool = True
 
 
@@ -92,7 +92,7 @@ def plan_units(
     """
     alike: dict[object, list[int]] = defaultdict(list)
     for number, weight in enumerate(weights):
-        alike[weight.devices, weight.stages, weight.item_bytes, weight.is_alike].append(number)
+        alike[weight.devices, weight.stages, weight.dtype, weight.is_alike].append(number)
 
     def first_use(number: int) -> int:
         return weights[number].operators[0]

@@ -28,10 +28,10 @@ def units_of(weights, limit=10, *, segments=None, recomputes=(False,), is_freein
         ([weight(0), weight(1, n_bytes=6), weight(1)], 15, [(0, 1)]),
         # A tied weight is gathered with its first operator.
         ([weight(0, 3), weight(1), weight(2)], 10, [(0, 3), (1,), (2,)]),
-        # Other devices, stages, elements or waits than those of the other weights.
+        # Other devices, stages, dtypes or waits than those of the other weights.
         ([weight(0, devices=(0, 2)), weight(1), weight(2)], 40, [(0,), (1, 2)]),
         ([weight(0), weight(1, stages=frozenset({1})), weight(2)], 40, [(0, 2), (1,)]),
-        ([weight(0), weight(1, item_bytes=2), weight(2)], 40, [(0, 2), (1,)]),
+        ([weight(0), weight(1, dtype="float16"), weight(2)], 40, [(0, 2), (1,)]),
         ([weight(0), weight(1, is_alike=False), weight(2)], 40, [(0, 2), (1,)]),
     ],
 )

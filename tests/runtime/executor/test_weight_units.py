@@ -8,14 +8,20 @@ import torch
 from equivalence_cases import random_case
 from equivalence_ranks import local_world
 from equivalence_training import options_of, plan_of
+from torch import nn
 
 from harness.domain.cluster import Cluster
+from harness.domain.strategy import Strategy
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.runtime.capture.capture import capture
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.lowered import lower_strategy
+from harness.runtime.executor.sharded.replicas import Replicas
+from harness.runtime.executor.sharded.units import find_units
+from harness.runtime.executor.state.weights import Holders, Use
 
 
 def simulated(graph, strategy, n_ranks, bucket_bytes):
@@ -48,3 +54,21 @@ def test_units_are_equal_in_simulator_and_executor(index):
             (unit.devices, unit.operators, unit.n_bytes) for unit, _ in units if unit.is_alike
         }
         assert simulated(captured.graph, strategy, case.n_ranks, bucket_bytes) == executed
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def test_a_unit_has_weights_of_one_dtype():
+    """Small slices travel as one tensor."""
+    model = nn.ParameterDict(
+        {str(k): torch.zeros(4, dtype=dtype) for k, dtype in enumerate(HALVES)}
+    )
+    holders = Holders(model)
+    for position, (name, tensor) in enumerate(model.items()):
+        for device in (0, 1):
+            holders.add([WeightSlice.whole(name, tensor)], Use(device, 0, position))
+    strategy = Strategy(name="s", batch=2, operators={}, shard_state="optimizer")
+    replicas = Replicas(strategy, local_world(0, 2))
+    found = find_units(holders, strategy, replicas, 1 << 20, {})
+    assert [[piece.name for piece in plan.pieces] for plan in found] == [["0"], ["1"]]

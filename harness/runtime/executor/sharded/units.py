@@ -66,7 +66,7 @@ def find_units(
                         operators=tuple(sorted({use.position for use in uses})),
                         stages=frozenset(use.stage for use in uses),
                         n_bytes=holders.n_bytes(piece),
-                        item_bytes=holders.item_bytes(piece),
+                        dtype=str(holders.dtype(piece)),
                         is_alike=holders.is_used_alike(piece),
                     )
                 )

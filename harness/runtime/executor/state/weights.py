@@ -122,7 +122,7 @@ class Holders:
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        self._item_bytes = {name: p.element_size() for name, p in model.named_parameters()}
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self._uses: dict[WeightSlice, set[Use]] = {}
 
     def add(self, pieces: Iterable[WeightSlice], use: Use) -> None:
@@ -157,13 +157,13 @@ class Holders:
             users.setdefault(use.position, set()).add(use.device)
         return all(devices == set(self.of(piece)) for devices in users.values())
 
-    def item_bytes(self, piece: WeightSlice) -> int:
-        """Bytes of an element of a parameter's slice."""
-        return self._item_bytes[piece.name]
+    def dtype(self, piece: WeightSlice) -> torch.dtype:
+        """Of a parameter's slice."""
+        return self._dtypes[piece.name]
 
     def n_bytes(self, piece: WeightSlice) -> int:
         """Bytes of a parameter's slice."""
-        return self.item_bytes(piece) * piece.n_elements
+        return self.dtype(piece).itemsize * piece.n_elements
 
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         return [(piece, self.of(piece)) for piece in self._uses]
