@@ -8,6 +8,7 @@ import random
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
+from harness.domain.strategy import Strategy
 from harness.plan.costs import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.searches import search_exhaustively
@@ -112,5 +113,6 @@ def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
     plans = {op: menu[0] for op, menu in space.menus.items()}
     objective = Objective(simulator)
     objective.start("enumeration")
-    search_exhaustively(Trial(simulator, plans, batch=request.batch), space.menus, objective)
+    start = Strategy(name="s", batch=request.batch, operators=simulator.by_name(plans))
+    search_exhaustively(Trial(simulator, start), space.menus, objective)
     return (objective.best.step_s if objective.best else math.inf), space.size

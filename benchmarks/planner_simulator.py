@@ -96,7 +96,7 @@ def run_delta(report: Report, *, quick: bool) -> None:
     kept = Simulator(request.graph, request.profile, request.cluster)
     space = Space(kept.costs(8), request.cluster, kept.placed)
     plans = {op: rng.choice(menu) for op, menu in space.menus.items()}
-    trial = Trial(kept, plans, batch=8)
+    trial = Trial(kept, Strategy(name="s", batch=8, operators=kept.by_name(plans)))
     trial.outcome()  # compile
     delta_s, full_s = [], []
     for _ in range(n_moves):
@@ -108,7 +108,8 @@ def run_delta(report: Report, *, quick: bool) -> None:
         delta_s.append(time.process_time() - began)
         began = time.process_time()
         fresh = Simulator(request.graph, request.profile, request.cluster)
-        full = Trial(fresh, plans, batch=8).outcome()
+        strategy = Strategy(name="s", batch=8, operators=fresh.by_name(plans))
+        full = Trial(fresh, strategy).outcome()
         full_s.append(time.process_time() - began)
         _check_equal(delta, full)
     report.say(

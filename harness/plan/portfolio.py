@@ -242,7 +242,7 @@ def _judge_standards(
 
 def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Simulation:
     objective.start(strategy.name)
-    trial = Trial.from_strategy(simulator, strategy)
+    trial = Trial(simulator, strategy)
     objective.judge(trial)
     return Simulation(simulator, strategy, trial.outcome())
 

@@ -7,7 +7,7 @@ from made_graphs import profile_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.strategy import OperatorPlan, validate
+from harness.domain.strategy import OperatorPlan, Strategy, validate
 from harness.plan import builders
 from harness.plan.search.mcmc import Chain, closest
 from harness.plan.search.objective import Objective
@@ -217,7 +217,7 @@ def test_a_chain_puts_the_experts_of_all_layers_on_devices():
     by_samples = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
     start = {op: closest(menu, by_samples) for op, menu in space.menus.items()}
     objective.start("chain", budget=600)
-    trial = Trial(simulator, start, batch=N)
+    trial = Trial(simulator, Strategy(name="s", batch=N, operators=simulator.by_name(start)))
     best = Chain(trial, space, objective, seed=0, turn=0).run(start)
     hybrid = simulator.simulate(builders.hybrid(graph, NODES, N)).outcome.step_s
     assert objective.best.step_s <= hybrid

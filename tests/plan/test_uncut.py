@@ -6,24 +6,11 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.strategy import Stage, Strategy, validate
+from harness.domain.strategy import Strategy, validate
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.search.pipelines import PipelineSearch
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator
-
-
-def strategy_of(search, pipeline):
-    """A pipeline as a file has it."""
-    operators = search.simulator.graph.operators
-    return Strategy(
-        name="pipeline",
-        batch=search.batch,
-        operators={operators[op].name: plan for op, plan in search.plans(pipeline).items()},
-        n_microbatches=search.n_microbatches,
-        schedule="1f1b",
-        stages=[Stage()] * len(pipeline.groups),
-    )
 
 
 def merged_rows(*, batch=32, n_rows=16):
@@ -48,7 +35,7 @@ def test_every_plan_cuts_merged_rows_between_samples(speeds):
         assert any(plan.partition == {"sample": 3} for plan in menu) == (samples >= 3)
         search = PipelineSearch(simulator, batch, batch // samples)
         for pipeline in search.candidates(1000):
-            validate(strategy_of(search, pipeline), graph, cluster)
+            validate(search.strategy(pipeline), graph, cluster)
     found = plan_with_simulator(request_of(graph, profile, cluster))
     validate(found.strategy, graph, cluster)
 
@@ -106,4 +93,4 @@ def test_pipelines_leave_whole_what_cannot_be_cut_by_samples():
     cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
     search = PipelineSearch(Simulator(graph, profile, cluster), 8, 2)
     for pipeline in search.candidates(1000):
-        validate(strategy_of(search, pipeline), graph, cluster)
+        validate(search.strategy(pipeline), graph, cluster)

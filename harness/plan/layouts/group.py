@@ -100,7 +100,7 @@ class Group:
     def _simulate(self, samples: int) -> GroupCosts:
         layout = ParallelLayout(tp=self._tp)
         strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
-        trial = Trial.from_strategy(self._simulator, strategy)
+        trial = Trial(self._simulator, strategy)
         found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
         costs, returns = self._simulator.costs(samples), self._simulator.returns
         rows = found.lowered.rows

@@ -162,17 +162,7 @@ class Objective:
         own = self.best_of.get(self._method)
         if own is not None and own.step_s <= step_s:
             return
-        operators, plans = self.simulator.graph.operators, trial.tables.plans
-        strategy = Strategy(
-            name="searched",
-            batch=trial.batch,
-            operators={operators[op].name: plans[op] for op in sorted(plans)},
-            n_microbatches=trial.n_microbatches,
-            schedule=trial.schedule,
-            stages=list(trial.stages),
-            shard_state=trial.shard_state,
-        )
-        found = Candidate(self._method, step_s, strategy)
+        found = Candidate(self._method, step_s, trial.current("searched"))
         self.best_of[self._method] = found
         if self.best is None or step_s < self.best.step_s:
             self.best = found

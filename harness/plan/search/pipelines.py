@@ -31,7 +31,7 @@ from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName
 from harness.domain.shard_state import ShardState
 from harness.domain.sharding import cuttable_dims
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs
@@ -176,9 +176,7 @@ class PipelineSearch:
         Args:
             is_over: asked now and then; the programme gives up when it says so.
         """
-        found: list[Pipeline] = []
-        for order in self._orders():
-            found += self._programme(order, limit_s, is_over)
+        found = [p for order in self._orders() for p in self._programme(order, limit_s, is_over)]
         first = self._interchangeable()
         unique: dict[object, Pipeline] = {}
         for p in sorted(found, key=lambda p: (p.bound_s, p.ends, p.groups)):
@@ -338,6 +336,25 @@ class PipelineSearch:
                     changed[target] = tuple(sorted((*groups[target], moved)))
                     yield Pipeline(0.0, ends, tuple(changed))
 
+    def strategy(
+        self,
+        pipeline: Pipeline,
+        schedule: ScheduleName = "1f1b",
+        *,
+        recompute: bool = False,
+        shard_state: ShardState = "none",
+    ) -> Strategy:
+        """A pipeline as a strategy."""
+        return Strategy(
+            name="pipeline",
+            batch=self.batch,
+            operators=self.simulator.by_name(self.plans(pipeline)),
+            n_microbatches=self.n_microbatches,
+            schedule=schedule,
+            stages=[Stage(recompute)] * len(pipeline.groups),
+            shard_state=shard_state,
+        )
+
     def judge(
         self,
         pipeline: Pipeline,
@@ -348,16 +365,8 @@ class PipelineSearch:
         shard_state: ShardState = "none",
     ) -> float:
         """Simulate one pipeline; the score."""
-        trial = Trial(
-            self.simulator,
-            self.plans(pipeline),
-            batch=self.batch,
-            n_microbatches=self.n_microbatches,
-            schedule=schedule,
-            stages=[Stage(recompute)] * len(pipeline.groups),
-            shard_state=shard_state,
-        )
-        return objective.judge(trial)
+        strategy = self.strategy(pipeline, schedule, recompute=recompute, shard_state=shard_state)
+        return objective.judge(Trial(self.simulator, strategy))
 
 
 def _undominated(partials: list[Partial], keep: int | None) -> list[Partial]:

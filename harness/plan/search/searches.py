@@ -6,15 +6,15 @@ Every strategy of a small space, one after another: the oracle.
 import math
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import msgspec
 
 from harness.domain.checkpoints import can_recompute, n_segments_of_least_memory
-from harness.domain.schedule import SCHEDULES, ScheduleName
+from harness.domain.schedule import SCHEDULES
 from harness.domain.shard_state import ShardState, shards_parameters
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
 from harness.plan.search.objective import Objective
@@ -45,15 +45,6 @@ def search_exhaustively(
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
-
-
-class _Flow(NamedTuple):
-    """How microbatches go through a single stage."""
-
-    n_microbatches: int
-    stage: Stage = Stage()
-    schedule: ScheduleName = "gpipe"
-    shard_state: ShardState = "none"
 
 
 class Searches:
@@ -95,7 +86,7 @@ class Searches:
             space = self._space(flows[0].n_microbatches)
             if space.size <= min(self.exhaustive_up_to, self.budget):
                 self.objective.start("exhaustive search")
-                search_exhaustively(self._trial(flows[0]), space.menus, self.objective)
+                search_exhaustively(Trial(self.simulator, flows[0]), space.menus, self.objective)
         for k, flow in enumerate(flows):
             if self.objective.is_out_of_time():
                 return
@@ -113,26 +104,36 @@ class Searches:
             if k and objective.is_out_of_time():
                 return
             sharded = msgspec.structs.replace(one.strategy, shard_state="optimizer")
-            trial = Trial.from_strategy(simulator, sharded)
+            trial = Trial(simulator, sharded)
             if any(len(group) > 1 for _, group in trial.slices()):
                 objective.start(f"{one.method}, sharded optimizer")
                 objective.judge(trial, most_s=plain[0].step_s / SHARDING_GAIN)
 
-    def _flows(self) -> list[_Flow]:
-        """For single-stage strategies: whole batches first. Where memory binds, also recomputation
-        and two that hold one small microbatch at a time."""
-        flows = [_Flow(n, shard_state=self._state) for n in (1, 2, 4) if n in self.counts]
-        if self.objective.memory_binds and self._recomputes:
-            flows.append(_Flow(1, self._recomputed(), shard_state=self._state))
-        if self.objective.memory_binds and self.counts[-1] > 1:
-            flows.append(_Flow(self.counts[-1], schedule="1f1b", shard_state=self._state))
+    def _flows(self) -> list[Strategy]:
+        """Single-stage strategies: whole batches first. Where memory binds, also recomputation and
+        two that hold one small microbatch at a time."""
+        plans = dict.fromkeys(self.simulator.placed, OperatorPlan({}, [0]))
+        whole = Strategy(
+            name="whole",
+            batch=self.batch,
+            operators=self.simulator.by_name(plans),
+            shard_state=self._state,
+        )
+        flow, last = partial(msgspec.structs.replace, whole), self.counts[-1]
+        flows = [flow(n_microbatches=n) for n in (1, 2, 4) if n in self.counts]
+        if not self.objective.memory_binds:
+            return flows
+        if self._recomputes:
+            flows.append(flow(stages=[self._recomputed()]))
+        if last > 1:
+            flows.append(flow(n_microbatches=last, schedule="1f1b"))
             if self._recomputes:
-                flows.append(_Flow(self.counts[-1], self._recomputed(), shard_state=self._state))
-        if self.objective.memory_binds and self._states:
+                flows.append(flow(n_microbatches=last, stages=[self._recomputed()]))
+        if self._states:
             known = {s: self.objective.best_of.get(f"ddp, sharded {s}") for s in self._states}
             fitting = {state: found.step_s for state, found in known.items() if found is not None}
             state = min(fitting, key=fitting.__getitem__, default=self._states[-1])
-            flows.append(_Flow(1, shard_state=state))
+            flows.append(flow(shard_state=state))
         return flows
 
     def _recomputed(self) -> Stage:
@@ -191,24 +192,13 @@ class Searches:
             self._spaces[n_microbatches] = Space(costs, simulator.cluster, simulator.placed)
         return self._spaces[n_microbatches]
 
-    def _trial(self, flow: _Flow) -> Trial:
-        return Trial(
-            self.simulator,
-            dict.fromkeys(self.simulator.placed, OperatorPlan({}, [0])),
-            batch=self.batch,
-            n_microbatches=flow.n_microbatches,
-            schedule=flow.schedule,
-            stages=[flow.stage],
-            shard_state=flow.shard_state,
-        )
-
-    def _chains(self, flow: _Flow, budget: int) -> None:
+    def _chains(self, flow: Strategy, budget: int) -> None:
         """MCMC from the best single-stage strategies, each chain followed by a descent.
 
         The rest of the budget goes to chains from random starts.
         """
         space = self._space(flow.n_microbatches)
-        trial = self._trial(flow)
+        trial = Trial(self.simulator, flow)
         name = f"MCMC, {flow.n_microbatches} microbatches" if flow.n_microbatches > 1 else "MCMC"
         name += "" if flow.shard_state == "none" else f", sharded {flow.shard_state}"
         starts = self._starts(space)

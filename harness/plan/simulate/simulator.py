@@ -13,15 +13,15 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.schedule import ScheduleName
 from harness.domain.shard_state import ShardState, shards_gradients, sharing_groups
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
+from harness.domain.strategy import OperatorPlan, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.activations import readers_of
 from harness.plan.simulate.block_times import is_product, needs_gradient
@@ -143,7 +143,11 @@ class Simulator:
             StrategyError: it does not fit the graph or the cluster.
         """
         validate(strategy, self.graph, self.cluster)
-        return Simulation(self, strategy, Trial.from_strategy(self, strategy).outcome())
+        return Simulation(self, strategy, Trial(self, strategy).outcome())
+
+    def by_name(self, plans: Mapping[int, OperatorPlan]) -> dict[str, OperatorPlan]:
+        """Plans by the operators' names, in the order of the graph."""
+        return {self.graph.operators[op].name: plans[op] for op in sorted(plans)}
 
     def step_s(self, strategy: Strategy) -> float:
         """Seconds of a step; infinite if it does not fit into memory."""
@@ -162,49 +166,32 @@ class Trial:
     """A strategy under change: tables, plans by operator's position, and the flow.
 
     `replace` does not validate, because the search proposes only valid plans.
+
+    Args:
+        strategy: with the plans of the beginning.
     """
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        plans: Mapping[int, OperatorPlan],
-        *,
-        batch: int,
-        n_microbatches: int = 1,
-        schedule: ScheduleName = "gpipe",
-        stages: Sequence[Stage] = (Stage(),),
-        shard_state: ShardState = "none",
-    ) -> None:
-        self.simulator = simulator
-        self.shard_state: ShardState = shard_state
+    def __init__(self, simulator: Simulator, strategy: Strategy) -> None:
+        self.simulator, self.strategy = simulator, strategy
+        batch, n_microbatches = strategy.batch, strategy.n_microbatches
         samples = -(-batch // n_microbatches)
         n_smaller = n_microbatches * samples - batch
+        position = simulator.graph.index()
         self.tables = Tables(
             simulator.costs(samples),
             simulator.options,
-            dict(plans),
+            {position[name]: plan for name, plan in strategy.operators.items()},
             (simulator.costs(samples - 1), n_smaller / n_microbatches) if n_smaller else None,
             # The executor leaves gradients to autograd where it neither sends nor adds them up.
             keeps_large=simulator.cluster.n_devices > 1 or n_microbatches > 1,
         )
-        self.batch, self.n_microbatches = batch, n_microbatches
-        self.stages = tuple(stages)
-        self.schedule: ScheduleName = schedule
         self._flow: Flow | None = None
         self._stage_key: object = None
 
-    @classmethod
-    def from_strategy(cls, simulator: Simulator, strategy: Strategy) -> Trial:
-        position = simulator.graph.index()
-        return cls(
-            simulator,
-            {position[name]: plan for name, plan in strategy.operators.items()},
-            batch=strategy.batch,
-            n_microbatches=strategy.n_microbatches,
-            schedule=strategy.schedule,
-            stages=strategy.stages,
-            shard_state=strategy.shard_state,
-        )
+    def current(self, name: str) -> Strategy:
+        """The strategy with the plans of now, under another name."""
+        operators = self.simulator.by_name(self.tables.plans)
+        return msgspec.structs.replace(self.strategy, name=name, operators=operators)
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
         """Give one operator another plan."""
@@ -213,12 +200,13 @@ class Trial:
     def current_flow(self) -> Flow:
         """Recompute the flow if the operators' stages or the stages' devices have changed."""
         plans, n_devices = self.tables.plans, self.tables.n_devices
-        if self._flow is not None and len(self.stages) == 1:
+        stages = self.strategy.stages
+        if self._flow is not None and len(stages) == 1:
             return self._flow
         stage_of = [plans[op].stage if op in plans else -1 for op in range(self.tables.n_ops)]
         devices = [tuple(range(n_devices))]
-        if len(self.stages) > 1:
-            sets: list[set[int]] = [set() for _ in self.stages]
+        if len(stages) > 1:
+            sets: list[set[int]] = [set() for _ in stages]
             for plan in plans.values():
                 sets[plan.stage].update(plan.devices)
             devices = [tuple(sorted(found)) for found in sets]
@@ -226,10 +214,10 @@ class Trial:
         if self._flow is None or key != self._stage_key:
             self._flow = flow_of(
                 stage_of,
-                self.stages,
+                stages,
                 devices,
-                self.schedule,
-                self.n_microbatches,
+                self.strategy.schedule,
+                self.strategy.n_microbatches,
                 n_devices,
                 options=self.simulator.options,
             )
@@ -240,13 +228,15 @@ class Trial:
         """The step's tasks with their durations."""
         from harness.plan.simulate import lowering
 
-        return lowering.lower(self.simulator, self.tables, self.current_flow(), self.shard_state)
+        return lowering.lower(
+            self.simulator, self.tables, self.current_flow(), self.strategy.shard_state
+        )
 
     def slices(self) -> list[Slice]:
         """The slices of all operators' weights with the devices that share each, those of tied
         ones once."""
         held = (one for op in self.tables.plans for one in self.tables.held(op))
-        return shared_slices(held, self.simulator.sharing(self.shard_state))
+        return shared_slices(held, self.simulator.sharing(self.strategy.shard_state))
 
     def outcome(self) -> EventTimes:
         """Run the events of a step.
@@ -258,22 +248,22 @@ class Trial:
         """
         tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
-        slices = self.slices() if self.shard_state != "none" else []
+        slices = self.slices() if self.strategy.shard_state != "none" else []
         owned = owned_bytes(slices, tables.n_devices) if slices else weights
         optimizer = owned * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         shared = shared_bytes(slices, lowered.gathered)
         begin: Floats = np.zeros(tables.n_devices)
         start, finish, cause, busy, end = _run(lowered, begin)
-        if len(self.stages) > 1:
+        if len(self.strategy.stages) > 1:
             works = lowered.work.first >= 0
             done = end + optimizer
             done += gather_seconds(simulator.network, shared, done)
             begin = np.where(works, done - done[works].min(), 0.0)
             start, finish, cause, busy, end = _run(lowered, begin)
         options = simulator.options
-        is_sharded = shards_gradients(self.shard_state, self.n_microbatches)
+        is_sharded = shards_gradients(self.strategy.shard_state, self.strategy.n_microbatches)
         summed = np.zeros(tables.n_devices) if is_sharded else weights
-        if self.shard_state != "none":
+        if self.strategy.shard_state != "none":
             summed = summed + owned
         elif options.reduce_bytes_per_gradient_byte < 1:
             sent = tables.shared_bytes.sum(axis=0)  # rounded copies
@@ -284,7 +274,7 @@ class Trial:
             + summed
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
-            + tables.step_input_bytes(self.n_microbatches)
+            + tables.step_input_bytes(self.strategy.n_microbatches)
             + options.reserved_bytes
         )
         ready = end + optimizer
@@ -369,9 +359,11 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
     ):
         key = device.kind, device.speed, float(rate)
         if key not in by_kind:
-            plans = {op: OperatorPlan({}, [k]) for op in simulator.placed}
-            trial = Trial(simulator, plans, batch=batch, n_microbatches=n_microbatches)
-            lowered = trial.lowered()
+            plans = simulator.by_name(dict.fromkeys(simulator.placed, OperatorPlan({}, [k])))
+            whole = Strategy(
+                name="whole", batch=batch, operators=plans, n_microbatches=n_microbatches
+            )
+            lowered = Trial(simulator, whole).lowered()
             ops = (lowered.rows // len(devices)).tolist()
             by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
             by_kind[key] = np.array([by_op[op] for op in simulator.placed])

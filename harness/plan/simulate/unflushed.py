@@ -58,7 +58,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
         strategy, batch=strategy.batch * n_steps, n_microbatches=strategy.n_microbatches * n_steps
     )
     simulation = simulator.simulate(stream)
-    tables = Trial.from_strategy(simulator, stream).tables
+    tables = Trial(simulator, stream).tables
     windows = _Windows(simulation, tables, strategy, n_before)
     weights = tables.weight_bytes.sum(axis=0)
     versions = windows.lags + 1  # one per microbatch in flight

@@ -137,7 +137,7 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
     """Refuse to shard state that no two devices hold."""
     if strategy.shard_state == "none":
         return
-    holders = {group for _, group in Trial.from_strategy(simulator, strategy).slices()}
+    holders = {group for _, group in Trial(simulator, strategy).slices()}
     if all(len(group) < 2 for group in holders):
         where, remedy = "", "use ddp, or fewer --stages than ranks"
         if shards_in_nodes(strategy.shard_state):

@@ -227,7 +227,7 @@ def test_delta_simulation_equals_the_full_one_on_hundreds_of_moves():
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)
         kept = Simulator(graph, profile, cluster, options=options)
-        trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
+        trial = Trial(kept, Strategy(name="s", batch=8, operators=plans, **flow))
         for _ in range(40):
             for operator in rng.sample(operators, k=rng.choice([1, 1, 1, 2])):
                 plan = random_plan(rng, cluster.n_devices, operator, 8 // n_microbatches)
@@ -235,9 +235,7 @@ def test_delta_simulation_equals_the_full_one_on_hundreds_of_moves():
                 trial.replace(graph.index()[operator.name], plan)
             delta = trial.outcome()
             fresh = Simulator(graph, profile, cluster, options=options)
-            full = Trial.from_strategy(
-                fresh, Strategy(name="s", batch=8, operators=plans, **flow)
-            ).outcome()
+            full = Trial(fresh, Strategy(name="s", batch=8, operators=plans, **flow)).outcome()
             assert delta.step_s == full.step_s
             assert (delta.memory_bytes == full.memory_bytes).all()
             for name in ("start", "finish", "cause", "busy", "device_end_s"):

@@ -28,7 +28,7 @@ def test_the_first_bucket_of_a_group_is_small_as_ddps():
     sizes = {"a": 10 * mib, "b": 20 * mib, "c": mib}
     simulator = Simulator(*row(sizes), cluster_of(memory=10**9))
     strategy = Strategy(name="s", batch=8, operators=dict.fromkeys(sizes, BY_SAMPLES))
-    trial = Trial.from_strategy(simulator, strategy)
+    trial = Trial(simulator, strategy)
     assert trial.tables.buckets().n_bytes.tolist() == [mib, 30 * mib]
 
 

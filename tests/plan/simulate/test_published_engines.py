@@ -4,7 +4,7 @@ import pytest
 from simulated import ZERO, simulate, simulate_chain
 
 from harness.domain.cluster import Cluster
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.importing.times import (
     LayerTime,
     PlannedLayer,
@@ -111,8 +111,9 @@ def test_tied_weights_are_counted_once_on_each_device_and_summed_over_all():
         return list(done.memory_bytes.values()), done.step_s
 
     simulator = Simulator(graph, profile, cluster)
-    both = {op: OperatorPlan({"sample": 2}, [0, 1]) for op in range(3)}
-    trial = Trial(simulator, both, batch=4, shard_state="optimizer")
+    both = dict.fromkeys("abc", OperatorPlan({"sample": 2}, [0, 1]))
+    strategy = Strategy(name="both", batch=4, operators=both, shard_state="optimizer")
+    trial = Trial(simulator, strategy)
     assert sorted(trial.slices()) == [(100, (0, 1)), (400, (0, 1))]
     (near, _), near_s = found(0, 1)
     (first, last), far_s = found(1, 2)

@@ -69,7 +69,7 @@ def simulated(graph, strategy, n_ranks, dtype):
     )
     options = SearchConfig(dtype=dtype).simulator_options()
     simulator = Simulator(graph, profile, cluster, options=options)
-    trial = Trial.from_strategy(simulator, strategy)
+    trial = Trial(simulator, strategy)
     edges, n = trial.tables.edge_rows(), simulator.cluster.n_devices
     moved = Counter()
     for k in range(len(edges.source)):

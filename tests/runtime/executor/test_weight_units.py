@@ -31,7 +31,7 @@ def simulated(graph, strategy, n_ranks, bucket_bytes):
     profile = roofline_profile(graph, rates, n_parts=[1])
     options = SimulatorOptions(bucket_bytes=bucket_bytes)
     simulator = Simulator(graph, profile, cluster.part(range(n_ranks)), options=options)
-    units = Trial.from_strategy(simulator, strategy).lowered().gathered
+    units = Trial(simulator, strategy).lowered().gathered
     return {(unit.devices, unit.operators, unit.n_bytes) for unit in units}
 
 
