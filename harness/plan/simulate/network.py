@@ -14,7 +14,7 @@ by the share of the bytes that a rank sends, (n-1)/n.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -211,11 +211,8 @@ class Network:
         """The devices of a group that train each of its averaged replicas."""
         return averaged_replicas(group, self._nodes)
 
-    def _rows(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return by_node(group, self._nodes)
-
     def _price(self, operation: CollectiveName, group: tuple[int, ...], n_bytes: int) -> Collective:
-        n, rows = len(group), self._rows(group)
+        n, rows = len(group), by_node(group, self._nodes)
         share = 1.0 if operation == "all_reduce" else 0.5  # of the bytes of an all-reduce
         is_even = 1 < len(rows) < n and len({len(row) for row in rows}) == 1
         if is_even and (share < 1 or self._is_hierarchical):
@@ -273,7 +270,10 @@ class Network:
         columns = list(zip(*rows, strict=False)) if outer_share > 0 and len(rows) > 1 else []
         share = max(1, int(n_bytes * outer_share) // len(rows[0]))
         between = [self.all_reduce(column, share) for column in columns]
-        occupied = _added((*inside, *between))
+        occupied: dict[int, float] = defaultdict(float)
+        for ring in (*inside, *between):
+            for resource, seconds in ring.occupied:
+                occupied[resource] += seconds
         nodes = {int(self.node_of[row[0]]) for row in rows} if columns else ()
         nics = [r(k) for k in nodes for r in (self.out_resource, self.in_resource)]
         crossing = max(
@@ -283,17 +283,5 @@ class Network:
         duration = max((one.duration_s for one in inside), default=0.0) + crossing
         for row in rows:
             occupied.update((self.stream_resource(device), duration) for device in row)
-        return _collective(duration, occupied)
-
-
-def _added(parts: Iterable[Collective]) -> dict[int, float]:
-    """Seconds of each resource that several collectives occupy."""
-    found: dict[int, float] = {}
-    for one in parts:
-        for resource, seconds in one.occupied:
-            found[resource] = found.get(resource, 0.0) + seconds
-    return found
-
-
-def _collective(duration: float, occupied: Mapping[int, float]) -> Collective:
-    return Collective(duration, tuple(sorted((r, min(s, duration)) for r, s in occupied.items())))
+        shared = ((resource, min(s, duration)) for resource, s in sorted(occupied.items()))
+        return Collective(duration, tuple(shared))
