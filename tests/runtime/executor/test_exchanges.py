@@ -28,7 +28,7 @@ from equivalence_training import make_engine, merged, train_in_fp16, train_in_pa
 from torch import nn
 
 from harness.domain.partition import REPLICA, SAMPLE
-from harness.domain.shard_state import SHARD_STATES, shards_in_nodes
+from harness.domain.shard_state import SHARD_STATES
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
@@ -146,41 +146,36 @@ def case():
     return make_case("vit", "ddp", 2, 6, seed=4)  # small units
 
 
-def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
+@pytest.mark.parametrize(
+    ("n_ranks", "wanted"),
+    [
+        (2, {
+            "none": [2, 2, 4],
+            "optimizer": [2, 1, 2],  # with one microbatch
+            "gradients": [2, 1, 2],
+            "parameters": [1, 1, 2],
+        }),
+        (4, {  # in nodes of two ranks
+            "optimizer_in_node": [4, 2, 4],
+            "gradients_in_node": [4, 2, 4],
+            "parameters_in_node": [2, 2, 4],
+        }),
+    ],
+)  # fmt: skip
+def test_each_rank_keeps_half_of_what_is_sharded(n_ranks, wanted, ranks):
+    """All ranks together keep weights, gradients, and momenta with averages so many times; the
+    buckets of unsharded gradients are kept for the next step."""
+    case = make_case("vit", "ddp", n_ranks, seed=4)  # small units
     whole = sum(8 * p.numel() for p in case.make_task().model.parameters())
-    states = [state for state in SHARD_STATES if not shards_in_nodes(state)]
-    found = {state: ranks.run(2, kept_bytes, sharded(case, state)) for state in states}
-    shares = {
+    found = {state: ranks.run(n_ranks, kept_bytes, sharded(case, state)) for state in wanted}
+    assert wanted == {
         state: [sum(column) / whole for column in list(zip(*kept, strict=True))[:3]]
         for state, kept in found.items()
     }
-    # Of both ranks together; the buckets of unsharded gradients are kept for the next step. The
-    # state is momenta and averages.
-    assert shares == {
-        "none": [2, 2, 4],
-        "optimizer": [2, 1, 2],  # with one microbatch
-        "gradients": [2, 1, 2],
-        "parameters": [1, 1, 2],
-    }
-    for kept in found["parameters"]:
+    for kept in found.get("parameters", ()):
         assert kept.n_units > 6
         assert kept.most_units < 0.5 * whole
-    sizes = [kept.weights for kept in found["parameters"]]
-    assert max(sizes) < 0.55 * whole
-
-
-def test_each_rank_keeps_half_of_what_is_sharded_in_nodes_of_two_ranks(ranks):
-    case = make_case("vit", "ddp", 4, 8, seed=4)
-    whole = sum(8 * p.numel() for p in case.make_task().model.parameters())
-    shares = {}
-    for state in (state for state in SHARD_STATES if shards_in_nodes(state)):
-        kept = ranks.run(4, kept_bytes, sharded(case, state))
-        shares[state] = [sum(column) / whole for column in list(zip(*kept, strict=True))[:3]]
-    assert shares == {
-        "optimizer_in_node": [4, 2, 4],
-        "gradients_in_node": [4, 2, 4],
-        "parameters_in_node": [2, 2, 4],
-    }
+        assert kept.weights < 0.55 * whole
 
 
 @pytest.mark.parametrize(
