@@ -108,12 +108,6 @@ class ExecutorEngine:
         hooks = ParameterHooks(task.model)
         self.weights = Weights(captured.module, world.device)
         self._groups = Groups(world, plan.timeout_s)
-        self._gradients = WeightGradients(
-            plan, world, lambda parameter: self._sync.reached(parameter)
-        )
-        self._timetable = Timetable(
-            strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
-        )
         plan.check_hooks(hooks.first())
 
         meta = MetaModel(captured, task.inputs, world.device)
@@ -123,19 +117,24 @@ class ExecutorEngine:
         layouts = {size: forms.layout for size, forms in lowered.forms.items()}
         self._feed = Feed(captured, strategy, layouts, world.rank)
         self.samples = self._feed.samples
+        sizes = strategy.microbatch_sizes()
+        self._gradients = WeightGradients(
+            plan, layouts[max(sizes)], world, lambda parameter: self._sync.reached(parameter)
+        )
+        self._timetable = Timetable(
+            strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
+        )
         gradient_groups = make_groups(self.holders, replicas, self._groups, world)
         exchanging = sorted({plan.unit.devices for plan in units})
         unit_groups = {ranks: self._groups.for_exchanges(ranks) for ranks in exchanging}
         self._channels = Channels(
             world,
-            [message for found in lowered.messages.values() for message in found],
+            [message for of_size in lowered.messages.values() for message in of_size],
             self._groups,
             self._timetable.order,
             sums=lowered.sums,
             collectives=lowered.collectives,
         )
-        sizes = strategy.microbatch_sizes()
-        self._gradients.plan_joining(layouts[max(sizes)])
         made = {size: self._make_program(lowered, size, meta) for size in lowered.forms}
         programs = {size: program for size, (program, _) in made.items()}
 

@@ -230,6 +230,7 @@ class WeightGradients:
     """How this rank computes the weight gradients of each module, and those that are pending.
 
     Args:
+        layout: of the largest microbatch.
         reached: called with each parameter after an addition to its gradient.
 
     Attributes:
@@ -238,16 +239,19 @@ class WeightGradients:
     """
 
     def __init__(
-        self, plan: ExecutorPlan, world: World, reached: Callable[[nn.Parameter], None]
+        self,
+        plan: ExecutorPlan,
+        layout: Layout,
+        world: World,
+        reached: Callable[[nn.Parameter], None],
     ) -> None:
-        strategy, self._reached = plan.strategy, reached
+        strategy, self._layout, self._reached = plan.strategy, layout, reached
         stages = range(1, len(strategy.stages))
         is_split = SCHEDULES[strategy.schedule].splits_backward
         self.split = {stage: WeightQueue() for stage in stages if is_split}
         # Joined ones are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
         self._n_microbatches = strategy.n_microbatches
-        self._largest: Layout | None = None
         # Calls of each module that are kept in this step, over all microbatch sizes.
         self._calls: dict[str, list[Call]] = {}
         self.buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
@@ -260,10 +264,6 @@ class WeightGradients:
         is_immediate = has_copies and is_faster and has_buckets
         self._immediate = ImmediateSink(reached) if is_immediate else None
 
-    def plan_joining(self, largest: Layout) -> None:
-        """Allow to join microbatches, given the layout of the largest."""
-        self._largest = largest
-
     def joins(self, module: nn.Module, operator: str, path: str) -> bool:
         """Whether to compute the gradients of all microbatches by one product, of a module that can
         be `Deferred`.
@@ -274,8 +274,8 @@ class WeightGradients:
         Args:
             path: the module's path in its segment; in the model, for modules of the model.
         """
-        layout, n = self._largest, self._n_microbatches
-        if layout is None or n == 1 or _is_called_again(layout, path):
+        layout, n = self._layout, self._n_microbatches
+        if n == 1 or _is_called_again(layout, path):
             return False
         if is_large_linear(module):  # which is added in place
             return False
