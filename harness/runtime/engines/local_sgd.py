@@ -148,10 +148,11 @@ class ReplicaAverage:
         """Take the rank's own parameters as the outer ones.
 
         Args:
-            momentum: of some of them, as `momentum`.
+            momentum: of some of them, as `momentum`; the others have none.
             n_begun: see above.
         """
         self.n_begun = n_begun
+        self._optimizer.state.clear()
         for number, pieces in enumerate(self._pieces):
             outer = self._outer(number)
             outer.copy_(_read(pieces))

@@ -93,6 +93,13 @@ def test_replicas_and_their_average_follow_the_formulas(sync_every, learning_rat
         torch.testing.assert_close(found, outer)
 
 
+def test_a_restart_without_momentum_has_none():
+    average, *_ = train([make() for _ in WEIGHTS], OuterOptions(sync_every=2, momentum=0.9), 3)
+    assert average.momentum()
+    average.restart({}, 0)
+    assert average.momentum() == {}
+
+
 def test_a_replica_alone_is_trained_as_without():
     alone, averaged = make(), make()
     generator = torch.Generator().manual_seed(1)

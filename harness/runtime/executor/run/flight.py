@@ -1,8 +1,6 @@
-"""Tensors of one microbatch on one device between its forward and its backward.
-
-Save and restore the random state, for a forward that is run twice.
-
-Versions of the weights, for pipelines that update weights after every microbatch.
+"""Tensors of one microbatch on one device between its forward and its backward: with them the
+random state, for a forward that is run twice, and the version of the weights, for pipelines that
+update weights after every microbatch.
 
 Weight stashing as in PipeDream (SOSP 2019, section 3.3): a microbatch's backward uses the weights
 that its forward used, and its gradient is applied to the newest. On stage s of S a gradient is thus
