@@ -121,7 +121,8 @@ class _Rewriting:
         name, args, kwargs = function_name(node.target), node.args, node.kwargs
         if args and name in _VIEWS:
             return self.share(args[0])
-        if args and (name in _CASTS or name in _QUOTIENTS) and not any(map(self._varies, args[1:])):
+        is_linear = name in _CASTS or (name in _QUOTIENTS and not kwargs.get("rounding_mode"))
+        if args and is_linear and not any(map(self._varies, args[1:])):
             return self._call(node.op, node.target, (self.share(args[0]), *args[1:]), kwargs)
         if name in _SUMS or (name in _PRODUCTS and sum(map(self._varies, args)) == 1):
             return self._call(node.op, node.target, tuple(map(self.share, args)), kwargs)
