@@ -44,7 +44,6 @@ def split_sections(text: str) -> Sections:
 
 
 def parse_facts(text: str) -> Facts:
-    """Parse the whole output of the probe."""
     sections = split_sections(text)
     user, shell = [*sections["shell"].lines, "", ""][:2]
     quota_cores, memory_limit_bytes = parse_limits(sections["cgroup"].lines)

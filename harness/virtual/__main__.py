@@ -180,8 +180,6 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; returns the exit code."""
-
     def run() -> int:
         arguments = _parser().parse_args(argv)
         place = State(state.state_root(), plan.check_name(arguments.name))

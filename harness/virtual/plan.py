@@ -134,7 +134,6 @@ T = TypeVar("T")
 
 
 def check_name(name: str) -> str:
-    """Validate and return a cluster's name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"cluster name {name!r} must be 1 to 15 lower-case letters and digits, "

@@ -49,7 +49,6 @@ def in_network(namespace: Path) -> list[str]:
 
 
 def check_tools() -> None:
-    """Check that the required tools are installed."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
@@ -60,7 +59,6 @@ def check_tools() -> None:
 
 
 def check_rights() -> None:
-    """Check that this user may make namespaces."""
     try:
         run(["unshare", "--net", "--uts", "--mount", "--ipc", "true"])
     except EnvironmentSetupError as error:

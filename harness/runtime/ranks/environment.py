@@ -36,29 +36,19 @@ class Launch:
     has_mpi: bool
 
 
-def _read_int(environ: Environ, name: str, launcher: str) -> int:
-    text = environ.get(name)
-    value = None if text is None else find_int(text, 0, _MAX_RANKS)
-    if value is None:
-        shown = "not set" if text is None else shorten(text)
-        raise LaunchError(
-            f"{launcher} should set {name} to a whole number up to {_MAX_RANKS}, it is "
-            f"{shown}: start the ranks with mpirun, srun or torchrun, or unset the launcher's "
-            "other variables"
-        )
-    return value
-
-
 def _launch(
     launcher: str, rank: str, size: str, environ: Environ, *, has_mpi: bool = False
 ) -> Launch:
     """Read the variables of a launcher, and check the numbers against each other."""
-    found = Launch(
-        launcher=launcher.lower().replace(" ", ""),
-        rank=_read_int(environ, rank, launcher),
-        size=_read_int(environ, size, launcher),
-        has_mpi=has_mpi,
-    )
+    numbers = [
+        parse_int(
+            environ.get(name, ""), f"{launcher}'s {name}", at_most=_MAX_RANKS, error=LaunchError,
+            remedy="start the ranks with mpirun, srun or torchrun, or unset its other variables",
+        )
+        for name in (rank, size)
+    ]  # fmt: skip
+    name = launcher.lower().replace(" ", "")
+    found = Launch(launcher=name, rank=numbers[0], size=numbers[1], has_mpi=has_mpi)
     if not found.rank < found.size:
         raise LaunchError(
             f"{launcher} says rank {found.rank} of {found.size} ranks: "

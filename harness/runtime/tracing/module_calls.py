@@ -121,16 +121,12 @@ def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
         if source not in inside and source.op != "get_attr" and source.target not in facts
     )
     results = [n for n in nodes if any(user not in inside for user in n.users)]
-    if len(given) != 1 or len(results) != 1:
+    marks = {(n.meta.get(NO_GRAD), n.meta.get(AUTOCAST)) for n in nodes}
+    if not len(given) == len(results) == len(marks) == 1:
         return
-    (result,) = results
     with graph.inserting_before(nodes[0]):
         call = graph.create_node("call_module", path, tuple(given))
-    call.meta = {**result.meta}
-    for mark in (NO_GRAD, AUTOCAST):
-        if any(node.meta.get(mark) != call.meta.get(mark) for node in nodes):
-            graph.erase_node(call)
-            return
-    result.replace_all_uses_with(call)
+    call.meta = {**results[0].meta}
+    results[0].replace_all_uses_with(call)
     for node in reversed(nodes):
         graph.erase_node(node)

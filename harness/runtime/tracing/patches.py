@@ -106,7 +106,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
