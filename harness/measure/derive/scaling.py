@@ -23,6 +23,7 @@ class ScalingPoint:
 
     Attributes:
         series: name of the comparison; only points of one series are compared.
+        strategy: of all points of the series.
         work: total samples or FLOPs.
         time: seconds.
         is_baseline: one device, which is the first point of every series of its `family`.
@@ -31,6 +32,7 @@ class ScalingPoint:
 
     family: str
     series: str
+    strategy: str
     n_devices: int
     work: float
     time: Summary

@@ -123,6 +123,7 @@ def _training_point(case: TrainingCase, series: str, data: str) -> list[ScalingP
         ScalingPoint(
             family=json.dumps(family, sort_keys=True),
             series=series,
+            strategy=first.strategy,
             n_devices=first.n_devices,
             work=first.n_samples,
             time=merged(durations),
@@ -145,6 +146,7 @@ def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
                 ScalingPoint(
                     family=f"summa {scaling} {dtype} {case.cluster}",
                     series=f"summa · {dtype} · {case.cluster}",
+                    strategy="summa",
                     n_devices=n_ranks,
                     work=flops,
                     time=merged(times),
@@ -158,7 +160,7 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
     return {
         "scaling": result.scaling,
         "label": point.series,
-        "strategy": point.series.partition(" · ")[0],
+        "strategy": point.strategy,
         "n_devices": point.n_devices,
         "status": "ok",
         "reason": "",

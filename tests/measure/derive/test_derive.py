@@ -443,9 +443,11 @@ def test_the_best_link_is_that_of_each_transport():
 
 
 def point(n, work, time_s, **more):
+    series = more.pop("series", "ddp")
     return ScalingPoint(
         family="f",
-        series=more.pop("series", "ddp"),
+        series=series,
+        strategy=series,
         n_devices=n,
         work=work,
         time=summarize([time_s * 0.9, time_s, time_s * 1.1]),
