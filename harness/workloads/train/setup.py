@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -55,6 +55,8 @@ ENGINES: dict[EngineName, tuple[str, str]] = {
 _MIN_TIME_S = 0.5
 _MIN_STEPS = 3
 
+_log = logging.getLogger(__name__)
+
 
 def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
     """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
@@ -80,9 +82,6 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
         for name, buffer in task.model.named_buffers():
             buffer.copy_(state[name])
     return rate
-
-
-_log = logging.getLogger(__name__)
 
 
 def reduces_all(case: TrainCase) -> bool:
@@ -287,6 +286,24 @@ def _batch_plan(
     return plan
 
 
+def _gradient_bytes(case: TrainCase, trained: Iterable[nn.Parameter]) -> int | None:
+    """Bytes of a step's gradients on average, if data parallelism reduces them."""
+    if not reduces_all(case):
+        return None
+    sizes = (reduced(p.new_empty(0), case.reduce_dtype).element_size() * p.numel() for p in trained)
+    return sum(sizes) // case.sync_every
+
+
+def _rates(case: TrainCase, n_steps: int) -> LearningRates:
+    return LearningRates(
+        case.learning_rate,
+        case.lr_schedule,
+        case.lr_step_size or max(1, n_steps - case.lr_warm_up),
+        case.lr_gamma,
+        case.lr_warm_up,
+    )
+
+
 def prepare(
     case: TrainCase,
     world: World,
@@ -297,7 +314,7 @@ def prepare(
     """Build model, data and engine of a run; all ranks must call it.
 
     Args:
-        planned: the plan for the executor; other engines ignore it.
+        planned: the plan for the executor; other engines have none.
         timeout_s: how long the executor waits for another rank.
 
     Raises:
@@ -308,21 +325,18 @@ def prepare(
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
     trained = [p for p in task.model.parameters() if p.requires_grad]
     n_parameters = sum(p.numel() for p in trained)  # before the executor frees other ranks'
-    n_bytes = sum(
-        p.numel() * reduced(p.new_empty(0), case.reduce_dtype).element_size() for p in trained
-    )
-    executor_options: ExecutorPlan | None = None
-    if planned is not None and case.engine == "executor":
-        executor_options = executor_plan(case, planned.strategy, timeout_s)
-        shares = _counted(planned.strategy, world.size)
-        flops: StepFlops | None = planned.flops[world.rank]
-    else:
+    gradient_bytes = _gradient_bytes(case, trained)
+    options: ExecutorPlan | None = None
+    flops: StepFlops | None
+    if planned is None:
         shares = _shares(case, task, world)
         flops = step_flops(task, shares[world.rank])
+    else:
+        options = executor_plan(case, planned.strategy, timeout_s)
+        shares = _counted(planned.strategy, world.size)
+        flops = planned.flops[world.rank]
     data: Any = open_data(case.data, data_options(case), task, case.batch)
-    engine, elastic = _make_engine(
-        case, task, world, recorder, executor_options, shares[world.rank]
-    )
+    engine, elastic = _make_engine(case, task, world, recorder, options, shares[world.rank])
     if case.load_state is not None:
         from harness.runtime.executor.state.files import open_sharded
 
@@ -339,20 +353,14 @@ def prepare(
         data=data,
         plan=plan,
         n_steps=n_steps,
-        rates=LearningRates(
-            case.learning_rate,
-            case.lr_schedule,
-            case.lr_step_size or max(1, n_steps - case.lr_warm_up),
-            case.lr_gamma,
-            case.lr_warm_up,
-        ),
+        rates=_rates(case, n_steps),
         batches=batches,
         count_targets=partial(count_targets, data, task),
         n_tokens=task.n_tokens,
         prefix=task.prefix,
         flops=flops,
         n_parameters=n_parameters,
-        gradient_bytes=n_bytes // case.sync_every if reduces_all(case) else None,
+        gradient_bytes=gradient_bytes,
     )
 
 
