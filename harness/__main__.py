@@ -133,11 +133,10 @@ def _preloaded(cases: list[Any]) -> list[str]:
     from harness.runtime.models import preloads_of
     from harness.workloads import workload_module
 
-    modules = []
     names = {case.name for case in cases}
     if names & {"search", "train"}:  # they may need runs of these
         names |= {"profile", "search"}
-    modules += [workload_module(name) for name in sorted(names)]
+    modules = [workload_module(name) for name in sorted(names)]
     if names & {"profile", "search", "train"}:
         modules += _LAZY
     models = {getattr(case.config, "model", "") for case in cases} - {""}
@@ -215,6 +214,32 @@ def _silent(is_silent: bool) -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stdout(null))
             stack.enter_context(contextlib.redirect_stderr(null))
         yield
+
+
+def _read(argv: list[str], launch: Launch) -> tuple[list[Parsed], list[Any]]:
+    """Parse the command line and make its cases; starts the fork server if they need it."""
+    cases: list[Any] = []
+    with _silent(launch.rank != 0):
+        parsed = parse_all(argv)
+        options = parsed[0].options
+
+        import torch
+
+        from harness.cases import check_dry_run
+
+        # CUDA must not be initialized before the fork; `_work` makes the comparison's cases.
+        has_gpu = torch.cuda.is_available() if options.dry_run else _NVIDIA.exists()
+        for workload, config, _ in parsed:
+            options.check(config)
+            cases += _cases(workload, config, launch, [] if has_gpu else None)
+        if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
+            check_dry_run(cases, options.results)
+    if not options.dry_run:
+        import harness.launch  # noqa: F401 (before the fork, because children need its modules)
+
+        if _has_children(cases):
+            start_fork_server(_preloaded(cases))
+    return parsed, cases
 
 
 def _is_refusal(failure: BaseException) -> bool:
@@ -295,30 +320,11 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     )
     for package in _ALIKE if launch.rank != 0 else ():
         logging.getLogger(package).setLevel(logging.ERROR)
-    cases: list[Any] = []
     parsed: list[Parsed] = []
+    cases: list[Any] = []
     failure: BaseException | None = None
     try:
-        with _silent(launch.rank != 0):
-            parsed = parse_all(argv)
-            options = parsed[0].options
-
-            import torch
-
-            from harness.cases import check_dry_run
-
-            # CUDA must not be initialized before the fork; `_work` makes the comparison's cases.
-            has_gpu = torch.cuda.is_available() if options.dry_run else _NVIDIA.exists()
-            for workload, config, _ in parsed:
-                options.check(config)
-                cases += _cases(workload, config, launch, [] if has_gpu else None)
-            if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
-                check_dry_run(cases, options.results)
-        if not options.dry_run:
-            import harness.launch  # noqa: F401 (before the fork, because children need its modules)
-
-            if _has_children(cases):
-                start_fork_server(_preloaded(cases))
+        parsed, cases = _read(argv, launch)
     except BrokenPipeError:  # nobody reads `--help` to its end
         errors.drop_output()
         failure = SystemExit(0)
@@ -331,6 +337,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         raise failure
     if not _agree(failure, _flags(parsed), comm, channel, launch):
         return 0
+    options = parsed[0].options
     if options.dry_run:
         if launch.rank == 0:
             print_dry_run(cases, options, launch.size)
