@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import h5py
+import numpy as np
+import torch
 from fuzz_values import (
     small_cluster,
     small_graph,
@@ -17,6 +22,7 @@ from fuzz_values import (
     small_profile,
     small_strategy,
 )
+from safetensors.torch import save
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -47,6 +53,11 @@ from harness.plan.validation.command import READERS as PUBLISHED
 from harness.plan.validation.command import judge
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers
+from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
+from harness.runtime.data.text.formats import _read, _read_sentences
+from harness.runtime.data.text.sequences import Vocabulary
+from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.models.task import DlrmOptions
 from harness.runtime.ranks.environment import read_launch
 from harness.units import parse_bandwidth, parse_bytes, parse_duration
 from harness.virtual import state
@@ -153,16 +164,7 @@ def _settings(path: Path) -> None:
         raise RuntimeError(f"bash ended with {done.returncode}: {done.stderr[-200:]!r}")
 
 
-def _shards(path: Path) -> None:
-    from harness.runtime.executor.state.files import load_sharded
-
-    load_sharded(path.parent)
-
-
 def _shard_seeds() -> list[bytes]:
-    import torch
-    from safetensors.torch import save
-
     tensors = {
         "model 0:4,0:2 w": torch.ones(4, 2),
         "optimizer m 0:4,0:2 w": torch.ones(4, 2),
@@ -176,19 +178,11 @@ def _shard_seeds() -> list[bytes]:
 
 
 def _clicks(path: Path) -> None:
-    from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
-    from harness.runtime.models.task import DlrmOptions
-
     data = DlrmHdf5(path, DlrmOptions(bottom_mlp=(3, 4), table_rows=(10, 10)))
     data.__getitems__(list(range(min(2, len(data)))))
 
 
 def _click_seeds() -> list[bytes]:
-    import io
-
-    import h5py
-    import numpy as np
-
     file = io.BytesIO()
     with h5py.File(file, "w") as written:
         written["X_int"] = np.ones((6, 3), np.float32)
@@ -197,31 +191,7 @@ def _click_seeds() -> list[bytes]:
     return [file.getvalue()]
 
 
-def _questions(path: Path) -> None:
-    from harness.runtime.data.text.formats import _read
-
-    list(_read(path))
-
-
-def _sentences(path: Path) -> None:
-    from harness.runtime.data.text.formats import _read_sentences
-
-    _read_sentences(path)
-
-
-def _vocabulary(path: Path) -> None:
-    from harness.runtime.data.text.sequences import Vocabulary
-
-    Vocabulary(path)
-
-
-def _virtual(path: Path) -> None:
-    state.load(State(path.parent.parent, path.parent.name))
-
-
 def _virtual_seeds() -> list[bytes]:
-    import tempfile
-
     plan = make_plan(n_nodes=2, n_cores=2, bandwidth="1gbit", cpu="0.4", latency="1ms")
     with tempfile.TemporaryDirectory() as folder:
         place = State(Path(folder), "virtual")
@@ -353,9 +323,14 @@ READERS: dict[str, Reader] = {
         _literal('@harness:hello {"names": ["a", "b"]}\n', "ssh: connect to host a: refused\n"),
         _any_text(lambda text: (parse_hello(text), explain_mpirun(text))),
     ),
-    "state_shards": Reader(_shard_seeds, _file("shard0.safetensors", _shards)),
+    "state_shards": Reader(
+        _shard_seeds, _file("shard0.safetensors", lambda path: load_sharded(path.parent))
+    ),
     "clicks": Reader(_click_seeds, _file("clicks.h5", _clicks)),
-    "virtual_state": Reader(_virtual_seeds, _file("cluster.json", _virtual)),
+    "virtual_state": Reader(
+        _virtual_seeds,
+        _file("cluster.json", lambda path: state.load(State(path.parent.parent, path.parent.name))),
+    ),
     "run_header": Reader(_sample("run.json"), _run("run.json")),
     "records": Reader(_sample("rank0.jsonl"), _run("rank0.jsonl")),
     "layer_times": Reader(
@@ -372,9 +347,11 @@ READERS: dict[str, Reader] = {
     "control": Reader(
         _seed("change.request.json"), _file(REQUEST_FILE, lambda path: read_request(path.parent))
     ),
-    "questions": Reader(_seed("squad.json"), _file("train-v1.1.json", _questions)),
-    "sentences": Reader(_seed("sst2.tsv"), _file("train.tsv", _sentences)),
-    "vocabulary": Reader(_seed("vocab.txt"), _file("vocab.txt", _vocabulary)),
+    "questions": Reader(
+        _seed("squad.json"), _file("train-v1.1.json", lambda path: list(_read(path)))
+    ),
+    "sentences": Reader(_seed("sst2.tsv"), _file("train.tsv", _read_sentences)),
+    "vocabulary": Reader(_seed("vocab.txt"), _file("vocab.txt", Vocabulary)),
     "epoch_csv": Reader(_seed("epochs_2gpu.csv"), _imported("epochs_2gpu.csv")),
     "deepspeed_log": Reader(_seed("deepspeed.log"), _imported("deepspeed_2gpu.log")),
     "torchgpipe": _published("torchgpipe", "gpipe_points.csv"),
