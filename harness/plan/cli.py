@@ -240,37 +240,46 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
     return values[0], values[1] if len(values) == 2 else None
 
 
-def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
-    sources = (args.model, args.profile, args.graph, args.dlrm_tables)
-    if all(source is None for source in sources):
+_GRAPHS = ("model", "graph", "dlrm_tables")  # arguments that give a graph
+
+
+def _graph(args: argparse.Namespace) -> Graph | None:
+    """The graph of a flag; None where the profile brings it."""
+    given = [name for name in _GRAPHS if getattr(args, name) is not None]
+    if not given and args.profile is None:
         raise ConfigError(f"--cost {args.cost} needs --model NAME or --profile FILE")
-    if args.rates is not None and args.profile is not None:
-        raise ConfigError("--rates estimates times and --profile reads them: give one of them")
-    if args.model is not None and args.graph is not None:
-        raise ConfigError("--model captures a graph and --graph reads one: give one of them")
-    graph = load_graph(args.graph) if args.graph is not None else None
-    if args.model is not None:
-        if args.batch_size is None:
-            raise ConfigError("--model needs --batch-size B, the global batch in samples")
-        graph = _capture_model(args)
-    elif flags := size_flags(args):
-        raise ConfigError(f"{next(iter(flags))} is a size of --model, which is not given")
-    if args.dlrm_tables is not None:
-        graph = _dlrm(args)
-    elif args.dlrm_bottom_mlp or args.dlrm_top_mlp:
+    if len(given) > 1:
+        flags = " and ".join(map(flag_of, given))
+        raise ConfigError(f"{flags} give a graph each: give one of them")
+    if args.model is None and (sizes := size_flags(args)):
+        raise ConfigError(f"{next(iter(sizes))} is a size of --model, which is not given")
+    if args.dlrm_tables is None and (args.dlrm_bottom_mlp or args.dlrm_top_mlp):
         raise ConfigError(
             "--dlrm-bottom-mlp and --dlrm-top-mlp are of --dlrm-tables: give that too"
         )
-    if args.rates is not None and graph is not None:
+    if given not in ([], ["graph"]) and args.batch_size is None:
+        raise ConfigError(f"{flag_of(given[0])} needs --batch-size B, the global batch in samples")
+    if args.model is not None:
+        return _capture_model(args)
+    if args.dlrm_tables is not None:
+        return dlrm_graph(_dlrm_sizes(args))
+    return None if args.graph is None else load_graph(args.graph)
+
+
+def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
+    if args.rates is not None and args.profile is not None:
+        raise ConfigError("--rates estimates times and --profile reads them: give one of them")
+    graph = _graph(args)
+    if args.profile is not None:
+        return _profile(args, cluster, graph)
+    assert graph is not None
+    if args.rates is not None:
         return graph, rated_profile(args.rates, graph, cluster)
-    if args.profile is None:
-        assert graph is not None
-        path = _default_profile(args, graph.name if args.model is None else args.model)
-        profile = Profile.load(path) if path.is_file() else None
-        if profile is not None and knows(profile, graph, cluster):
-            return graph, profile
-        return graph, estimate_profile(graph, cluster, args.dtype or "fp32")
-    return _profile(args, cluster, graph)
+    path = _default_profile(args, args.model or graph.name)
+    profile = Profile.load(path) if path.is_file() else None
+    if profile is not None and knows(profile, graph, cluster):
+        return graph, profile
+    return graph, estimate_profile(graph, cluster, args.dtype or "fp32")
 
 
 def _of_dtype(profile: Profile, dtype: str) -> Profile:
@@ -286,14 +295,6 @@ def _of_dtype(profile: Profile, dtype: str) -> Profile:
         )
     steps = [step for step in profile.whole_steps if step.dtype == DTYPE_NAMES[dtype]]
     return msgspec.structs.replace(profile, measurements=found, whole_steps=steps)
-
-
-def _dlrm(args: argparse.Namespace) -> Graph:
-    if args.model is not None or args.graph is not None:
-        raise ConfigError("--dlrm-tables describes a model of its own: drop --model and --graph")
-    if args.batch_size is None:
-        raise ConfigError("--dlrm-tables needs --batch-size B, the global batch in samples")
-    return dlrm_graph(_dlrm_sizes(args))
 
 
 def _dlrm_sizes(args: argparse.Namespace) -> DlrmSizes:

@@ -237,6 +237,7 @@ def test_the_sizes_are_those_of_the_models():
         (TEXT, "--image-size 8", "--image-size is for built-in models of images, not for --model"),
         (TEXT, "--model resnet18", "--n-layers is for built-in models of text, not for --model"),
         (DLRM, "--width 8", "--width is a size of --model, which is not given"),
+        (DLRM, "--graph g.json", "--graph and --dlrm-tables give a graph each: give one of them"),
         (DLRM, "--dlrm-tables 8x1000", "NUMBERxROWSxCOLUMNS"),
         (DLRM, "--dlrm-top-mlp 575-1", "make 576"),
         (DLRM, "--dlrm-bottom-mlp 64,64", "64-512-512-64"),
