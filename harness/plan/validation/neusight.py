@@ -12,9 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.domain.files import decode
 from harness.errors import DataError
-from harness.inputs import MOST_S, is_positive, read_file
+from harness.inputs import MOST_S, is_positive
 from harness.plan import builders
 from harness.plan.importing.times import read_operators
 from harness.plan.simulate.simulator import Simulator
@@ -64,9 +63,7 @@ def _case(label: _Label) -> points.SimulatedRun:
 
 
 def _step(label: _Label) -> _Step:
-    step = decode(
-        read_file(label.path, "step", DataError), _Step, source=str(label.path), error=DataError
-    )
+    step = points.load_json(label.path, _Step)
     if (
         not is_positive(step.e2e_latency, MOST_S)
         or not 1 <= (step.num_layer or 1) <= points.MOST_LAYERS

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy import optimize
 
 from harness.domain.cluster import Cluster
+from harness.domain.files import decode
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
+from harness.inputs import read_file
 from harness.plan.importing.tables import find_tables
 from harness.plan.importing.times import (
     LayerTime,
@@ -30,8 +32,16 @@ from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
+T = TypeVar("T")
+
 # Of one measured step: the simulator takes seconds for more.
 MOST_DEVICES, MOST_LAYERS = 1024, 1000
+
+
+def load_json(path: Path, type_: type[T]) -> T:
+    """A file of a set; raises DataError if it is missing or malformed."""
+    data = read_file(path, "file of the set", DataError)
+    return decode(data, type_, source=str(path), error=DataError)
 
 
 def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.domain.files import Count, Number, decode
+from harness.domain.files import Count, Number
 from harness.errors import DataError
-from harness.inputs import find_int, find_ints, read_file, shorten
+from harness.inputs import find_int, find_ints, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout
@@ -94,7 +94,6 @@ class _Plan(NamedTuple):
         return self.batch // (self.microbatch * self.dp)
 
 
-T = TypeVar("T")
 _LayerTimes = dict[str, tuple[Number, Number, Number]]
 _Times = dict[str, dict[str, _LayerTimes]]
 _Info = dict[str, dict[str, dict[str, _Shape]]]
@@ -107,10 +106,12 @@ class _SailorPlans:
 
     def __init__(self, plans: Sequence[_Plan], folder: Path) -> None:
         self._folder = folder
-        self._info = _load(folder / "llm_info.json", _Info)
-        between = _load(folder / "providers/network_coeffs_all_homo.json", dict[str, _Fits])
+        self._info = points.load_json(folder / "llm_info.json", _Info)
+        between = points.load_json(
+            folder / "providers/network_coeffs_all_homo.json", dict[str, _Fits]
+        )
         self._between = between.get("inter", {})
-        self._inside = _load(folder / "providers/intra_node_bandwidths.json", _Fits)
+        self._inside = points.load_json(folder / "providers/intra_node_bandwidths.json", _Fits)
         self._profiles: dict[tuple[str, str], _Times] = {}
         self.calibrating: dict[_Key, _Plan] = {}
         for plan in sorted(plans, key=lambda plan: (plan.n_devices, plan.n_microbatches)):
@@ -209,17 +210,16 @@ class _SailorPlans:
         key = plan.model, kind
         if key not in self._profiles:
             path = self._folder / f"profiles/{plan.model}/{kind}/profile.json"
-            self._profiles[key] = _load(path, _Times) if path.is_file() else {}
+            self._profiles[key] = points.load_json(path, _Times) if path.is_file() else {}
         return self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp), {})
 
     def _layers(self, plan: _Plan, n_layers: int) -> list[PlannedLayer]:
         info = self._info.get(plan.model, {}).get("1")
         if not info:
             raise points.NotExpressedError(f"llm_info.json has no {plan.model} with one sample")
-        shapes = list(info.values())
-        if len(shapes) != n_layers:
+        if len(info) != n_layers:
             raise points.NotExpressedError(
-                f"{plan.model} has {len(shapes)} layers, its profile on {plan.kind} {n_layers}"
+                f"{plan.model} has {len(info)} layers, its profile on {plan.kind} {n_layers}"
             )
         return [
             PlannedLayer(
@@ -228,7 +228,7 @@ class _SailorPlans:
                 shape.act_output_bytes,
                 max(0, shape.act_mem_bytes - shape.act_output_bytes),
             )
-            for k, shape in enumerate(shapes)
+            for k, shape in enumerate(info.values())
         ]
 
     def _cluster(self, plan: _Plan) -> Cluster:
@@ -253,11 +253,6 @@ class _SailorPlans:
         nic = max(between[1], between[1] if all_pairs is None else all_pairs[1])
         nodes = [msgspec.structs.replace(node, nic_bytes_per_s=nic) for node in cluster.nodes]
         return msgspec.structs.replace(cluster, nodes=nodes)
-
-
-def _load(path: Path, type_: type[T]) -> T:
-    data = read_file(path, "file of the set", DataError)
-    return decode(data, type_, source=str(path), error=DataError)
 
 
 def _parse(row: Row) -> _Plan:

@@ -16,9 +16,7 @@ import msgspec
 
 from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
-from harness.domain.files import decode
 from harness.errors import DataError
-from harness.inputs import read_file
 from harness.plan.importing.tables import Row, bandwidth_of, read_curve, read_tables, thinned
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout
@@ -105,8 +103,7 @@ class _VTrainRuns:
         configs = sorted(folder.glob("config*.json"))
         self._config = _Config()
         if configs:
-            data = read_file(configs[0], "vTrain configuration", DataError)
-            self._config = decode(data, _Config, source=str(configs[0]), error=DataError)
+            self._config = points.load_json(configs[0], _Config)
         curves = folder / "trace" / self._config.gpu_name.lower()
         self.curves = [
             p for path in sorted(curves.glob("AR_GPU*")) for p in thinned(read_curve(path))
