@@ -72,6 +72,11 @@ def request_from(
         if getattr(args, name) is not None:
             raise ConfigError(f"--cost {args.cost} has no use for {flag_of(name)}: leave it out")
     optimizer = optimizer_of(args)
+    imported = None if args.start is None else read_strategy_file(args.start)
+    content = None if imported is None else imported.content
+    start = content if isinstance(content, Strategy) else None
+    if start is not None and args.graph is None and args.profile is None:
+        args.batch_size = args.batch_size or start.batch  # to capture the model with
     cluster = cluster_from(args)
     check(cluster)
     graph, profile = None, None
@@ -81,6 +86,9 @@ def request_from(
     if profile is not None and args.profile is None:
         print(_source_line(args, profile), file=sys.stderr)
     batch = args.batch_size or (graph.batch if graph is not None else None)
+    if imported is not None and start is None:
+        with naming(args.start):
+            start = strategy_from(imported, graph, batch)
     return PlanRequest(
         cluster=cluster,
         graph=graph,
@@ -89,7 +97,7 @@ def request_from(
         memory_bytes=_memory_of(args),
         budget=args.search_budget,
         seconds=args.search_seconds,
-        start=_start(args, graph, batch),
+        start=start,
         shard_state=args.shard_state,
         optimizer=optimizer,
         reduce_dtype=args.reduce_dtype or "fp32",
@@ -155,16 +163,6 @@ def _check_there(name: str, path: Path, remedy: str) -> None:
     """Refuse a missing file with the command that writes it."""
     if not path.exists():
         raise ConfigError(f"{name}: {os.strerror(errno.ENOENT)}: {remedy}")
-
-
-def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> Strategy | None:
-    if args.start is None:
-        return None
-    imported = read_strategy_file(args.start)
-    if isinstance(imported.content, Strategy):
-        return imported.content  # the search names the disagreement
-    with naming(args.start):
-        return strategy_from(imported, graph, batch)
 
 
 def parse_topology(text: str, most_devices: int) -> tuple[int, int]:

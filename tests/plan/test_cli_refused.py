@@ -223,6 +223,15 @@ def test_a_built_in_model_is_planned_at_the_sizes_of_its_flags(printed):
     assert json.loads(told.out)["predicted_step_s"] < 1e-3
 
 
+def test_a_strategy_file_says_the_batch_to_capture_a_model_with(tmp_path, printed):
+    plan = tmp_path / "plan.json"
+    flags = "--vocabulary-size 64 --sequence-length 8 --search-budget 1 --output"
+    printed(TEXT, flags, plan)
+    words = TEXT.replace("search ", "predict ").partition(" --search-budget")[0]
+    sizes = "--vocabulary-size 64 --sequence-length 8"
+    assert "of 4 samples" in printed(words, sizes, "--strategy", plan).out
+
+
 def test_the_sizes_are_those_of_the_models():
     own = {field.name for field in fields(TextOptions)} - {"capacity_factor", "head"}
     assert MODEL_SIZES["text"].keys() == own
