@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,12 @@ from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.plan import builders
+from harness.plan.advise.measured import Uncertainty
 from harness.plan.advise.pricing import (
     AdviceRequest,
     Build,
     Priced,
+    Prices,
     factor_of,
     largest_batch,
     price,
@@ -111,6 +113,7 @@ class Advice:
         best: the fewest devices that are about as fast as the fastest set.
         single: the fastest device alone; None where the model does not fit on any.
         n_unpriced: sets for which the time was too short.
+        uncertainty, prices: of its predictions and machines, for people.
     """
 
     request: AdviceRequest
@@ -122,6 +125,8 @@ class Advice:
     changes: list[Change]
     largest: list[LargestBatch]
     n_unpriced: int
+    uncertainty: Uncertainty = field(default_factory=Uncertainty)
+    prices: Prices | None = None
 
 
 def best_of(sets: Sequence[Priced]) -> Priced:

@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,14 +18,9 @@ from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.measured import known_plans, uncertainty_of
 from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
-from harness.plan.advise.words import (
-    Presentation,
-    advice_lines,
-    advice_object,
-    parse_label,
-)
+from harness.plan.advise.words import advice_lines, advice_object, parse_label
 from harness.plan.cli import check_output, request_from
-from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
+from harness.plan.costs import FAMILIES, PlanRequest
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
 from harness.plan.notes import notes_of, print_notes
 from harness.plan.report import ProgressLine
@@ -119,41 +115,33 @@ def run(args: argparse.Namespace) -> None:
     _find_files(args)
     _check(args)
     request = request_from(args)
-    progress = ProgressLine()
+    names = [node.name for node in request.cluster.nodes]
+    prices = find_prices(names) if args.prices is None else _given_prices(args.prices, names)
+    line = ProgressLine()
     try:
-        adviser = Adviser(
+        found = Adviser(
             _advice_request(args, request),
             request.cluster,
             seconds=args.search_seconds,
-            progress=lambda done, of: progress(
-                SearchProgress(
-                    n_proposals=done, best_step_s=0.0, phase="sets of machines", fraction=done / of
-                )
-            ),
-        )
-        advice = adviser.advise()
+            progress=lambda done, of: line.show(f"{done} of {of} sets of machines priced"),
+        ).advise()
     finally:
-        progress.clear()
-    names = [node.name for node in request.cluster.nodes]
-    prices = find_prices(names) if args.prices is None else _given_prices(args.prices, names)
-    shown = Presentation(uncertainty=uncertainty_of(args.results, request.cluster), prices=prices)
+        line.clear()
+    uncertainty = uncertainty_of(args.results, request.cluster)
+    advice = replace(found, uncertainty=uncertainty, prices=prices)
     if args.output is not None:  # for a launch on the best set's machines alone
         graph, profile = request.model()
         made_for = fingerprint(graph, advice.best.cluster, profile)
         strategy = msgspec.structs.replace(advice.best.strategy, made_for=made_for)
         write_atomically(args.output, strategy.to_json())
-    found = advice.request
-    print_notes(
-        notes_of(
-            found.graph, found.profile, request.cluster, advice.best.strategy, is_searched=False
-        )
-    )
+    graph, profile = advice.request.graph, advice.request.profile
+    strategy = advice.best.strategy
+    print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))
     if args.json:
-        print(msgspec.json.encode(advice_object(advice, shown)).decode())
+        print(msgspec.json.encode(advice_object(advice)).decode())
         return
-    lines = advice_lines(advice, shown)
     sizes = "" if args.model else " (add the model's size flags, if any)"
-    print(*lines, f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
+    print(*advice_lines(advice), f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
 
 
 def _given_prices(path: Path, names: Sequence[str]) -> Prices:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from harness.domain.cluster import ANY_KIND
@@ -10,7 +9,6 @@ from harness.domain.hostfile import numbered_runs
 from harness.inputs import one_line
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
-from harness.plan.advise.measured import Uncertainty
 from harness.plan.advise.pricing import Priced, Prices
 from harness.units import format_bandwidth, format_bytes, format_duration, format_number
 
@@ -29,28 +27,20 @@ _LEAST_COST = 1.05
 _LEAST_GAIN = 1.02
 
 
-@dataclass(frozen=True, kw_only=True)
-class Presentation:
-    """Uncertainty and prices of the predictions in the text."""
-
-    uncertainty: Uncertainty
-    prices: Prices | None = None
-
-
-def advice_lines(advice: Advice, shown: Presentation) -> list[str]:
+def advice_lines(advice: Advice) -> list[str]:
     """One sentence first, then the reasons, then the tables."""
     return [
         first_sentence(advice),
         # The fastest set has a line of its own.
         *(_left_out_line(o, advice) for o in advice.left_out if o.with_it is not advice.sets[0]),
         *_larger(advice),
-        *_cheapest(advice, shown.prices),
+        *_cheapest(advice),
         "",
-        *_set_table(advice, shown),
+        *_set_table(advice),
         *_change_table(advice),
         *_batch_table(advice),
         "",
-        *_notes(advice, shown),
+        *_notes(advice),
     ]
 
 
@@ -149,8 +139,8 @@ def _larger(advice: Advice) -> Iterator[str]:
         )
 
 
-def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
-    if prices is None:
+def _cheapest(advice: Advice) -> Iterator[str]:
+    if (prices := advice.prices) is None:
         return
     known = [(money, one) for one in advice.sets if (money := money_of(one, prices)) is not None]
     if known:
@@ -174,10 +164,10 @@ def money_of(one: Priced, prices: Prices) -> float | None:
     return None if rate is None else rate * _MILLION / one.samples_per_s
 
 
-def _set_table(advice: Advice, shown: Presentation) -> list[str]:
+def _set_table(advice: Advice) -> list[str]:
     noun = device_word(advice)
     heads = ["machines", "strategy", "step", "range", "samples/s", f"times one {noun}", "memory"]
-    prices, single = shown.prices, advice.single
+    prices, single = advice.prices, advice.single
     if prices is not None:
         heads += ["kWh/million", f"{prices.currency or 'money'}/million"]
     rows = []
@@ -188,7 +178,7 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             format_duration(one.step_s),
             "measured"
             if one.is_measured
-            else " to ".join(map(format_duration, _range_s(one, shown))),
+            else " to ".join(map(format_duration, _range_s(one, advice))),
             format_number(one.samples_per_s, 3),
             cell(None if single is None else one.samples_per_s / single.samples_per_s, ".2f"),
             " of ".join(format_bytes(n_bytes) for n_bytes in one.fullest[1:]),
@@ -203,11 +193,11 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
     return lines
 
 
-def _range_s(one: Priced, shown: Presentation) -> tuple[float, float]:
+def _range_s(one: Priced, advice: Advice) -> tuple[float, float]:
     """Seconds that a step may take; of a measured one those that it took."""
     if one.is_measured:
         return one.step_s, one.step_s
-    low, high = shown.uncertainty.of(one.label)
+    low, high = advice.uncertainty.of(one.label)
     return min(one.step_s, low * one.predicted_s), max(one.step_s, high * one.predicted_s)
 
 
@@ -241,8 +231,8 @@ def _batch_table(advice: Advice) -> list[str]:
     return ["", *table(["strategy", "devices", "largest global batch", "recomputed"], rows)]
 
 
-def _notes(advice: Advice, shown: Presentation) -> Iterator[str]:
-    yield f"range: {shown.uncertainty.source}"
+def _notes(advice: Advice) -> Iterator[str]:
+    yield f"range: {advice.uncertainty.source}"
     if not advice.request.overlap:
         yield "gradients are synchronised after the backward pass (--no-overlap)"
     if advice.n_unpriced:
@@ -251,9 +241,9 @@ def _notes(advice: Advice, shown: Presentation) -> Iterator[str]:
         )
 
 
-def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
+def advice_object(advice: Advice) -> dict[str, Any]:
     """One JSON object, with the fields that docs/machines.md lists."""
-    prices = shown.prices
+    prices = advice.prices
     return {
         "sentence": first_sentence(advice),
         "why": [_left_out_line(one, advice) for one in advice.left_out],
@@ -266,7 +256,7 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
                 "predicted_step_s": one.predicted_s,
                 "is_measured": one.is_measured,
                 "step_s": one.step_s,
-                **dict(zip(("low_step_s", "high_step_s"), _range_s(one, shown), strict=True)),
+                **dict(zip(("low_step_s", "high_step_s"), _range_s(one, advice), strict=True)),
                 "samples_per_s": one.samples_per_s,
                 "fullest_device": one.fullest[0],
                 "memory_bytes": one.fullest[1],
@@ -286,6 +276,6 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
             for change in advice.changes
         ],
         "largest_batch": advice.largest,
-        "uncertainty": shown.uncertainty.source,
+        "uncertainty": advice.uncertainty.source,
         "n_unpriced": advice.n_unpriced,
     }

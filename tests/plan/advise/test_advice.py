@@ -31,7 +31,7 @@ from harness.plan.advise.sets import (
     with_device,
     with_rate,
 )
-from harness.plan.advise.words import Presentation, advice_lines
+from harness.plan.advise.words import advice_lines
 
 N_IMAGES = 50_000
 RTX_3070, P4, GTX_1070 = "NVIDIA GeForce RTX 3070", "Tesla P4", "NVIDIA GeForce GTX 1070"
@@ -42,7 +42,6 @@ TEN_GBE, ONE_GBE = 0.97e9, 117e6
 N_BLOCKS = 12
 GIB = 2**30
 STEP_S = (0.064, 0.1385, 0.0173)  # of 16 samples: forward, backward and optimizer
-PLAIN = Presentation(uncertainty=Uncertainty())
 
 
 def tesla(*, rate: float = TEN_GBE, slow_rate: float = ONE_GBE) -> Cluster:
@@ -161,7 +160,7 @@ AVERAGED = "averaged replicas: --strategy ddp --sync-every 32"
 
 def test_the_first_lines_say_which_machines_and_why_not_the_others():
     advice = advise_vit(16, STEP_S, bytes_per_value=4)
-    lines = advice_lines(advice, PLAIN)
+    lines = advice_lines(advice)
 
     assert lines[:5] == [
         "One GPU is fastest: use ecetesla0 alone (NVIDIA GeForce RTX 3070), 72.8 samples/s.",
@@ -184,7 +183,7 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others():
     assert not any("(RTX 3070) with" in name for name in gains)
 
     same = replace(advice.left_out[0], with_it=advice.sets[0])
-    lines = advice_lines(replace(advice, left_out=[same]), PLAIN)
+    lines = advice_lines(replace(advice, left_out=[same]))
     assert "would be 1.03 times as fast" in lines[1]  # not said twice
 
 
@@ -229,7 +228,7 @@ def test_two_devices_of_a_node_count_only_with_a_strategy_of_both():
         for one in advice.sets
     }
     assert used == {1: {0}, 2: {0, 1}}
-    first = advice_lines(advice, PLAIN)[0]
+    first = advice_lines(advice)[0]
     assert first.startswith("One device is fastest: use one device of node0, ")
 
 
@@ -237,14 +236,14 @@ def test_a_model_that_fits_no_device_alone_is_spread():
     families = ("pipeline",)
     advice = advise_vit(16, STEP_S, memory_bytes=700 << 20, families=families, nodes=(0, 1, 4))
     assert advice.single is None
-    assert "no GPU holds the model alone" in advice_lines(advice, PLAIN)[0]
+    assert "no GPU holds the model alone" in advice_lines(advice)[0]
     alone = [one.batch for one in advice.largest if one.strategy == "single"]
     assert alone == [0, 0]
 
 
 def test_data_parallelism_shards_its_state_where_only_that_fits():
     advice = advise_vit(16, STEP_S, memory_bytes=800 << 20)
-    assert advice_lines(advice, PLAIN)[0] == (
+    assert advice_lines(advice)[0] == (
         "Use ecetesla0 to ecetesla2 with ddp (sharded parameters): no GPU holds the model alone, "
         "67.1 samples/s."
     )
@@ -460,6 +459,15 @@ def test_the_comparison_ends_in_advice(results, capfd):
     assert command.startswith("mpirun -np ")
     # Where its measurements are, which train would make again elsewhere.
     assert f" --results {results} --strategy " in command
+
+
+def test_prices_of_other_nodes_are_refused_before_the_sets_are_priced(
+    results, refused, monkeypatch
+):
+    monkeypatch.delattr("harness.plan.advise.command.Adviser")
+    (results / "lab.toml").write_text("[a]\nwatts = 3\n")
+    said = refused("advise", results, "--batch-size 16 --prices", results / "lab.toml")
+    assert "has prices of a, the cluster has the nodes ecetesla0" in said
 
 
 @pytest.mark.parametrize(
