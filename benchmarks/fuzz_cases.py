@@ -36,7 +36,7 @@ from harness.measure.derive.prediction import read_prediction
 from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
-from harness.plan.advise.pricing import load_prices
+from harness.plan.advise.prices import load_prices
 from harness.plan.cli import parse_topology
 from harness.plan.costs import COSTS
 from harness.plan.estimates import dlrm_graph, estimate_profile, parse_dlrm

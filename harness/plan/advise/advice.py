@@ -14,11 +14,11 @@ from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.plan import builders
 from harness.plan.advise.measured import Uncertainty
+from harness.plan.advise.prices import Prices
 from harness.plan.advise.pricing import (
     AdviceRequest,
     Build,
     Priced,
-    Prices,
     factor_of,
     largest_batch,
     price,

@@ -1,7 +1,6 @@
 """`python -m harness.plan advise`: flags, files in, words out."""
 
 import argparse
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.measured import known_plans, uncertainty_of
-from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
-from harness.plan.advise.words import advice_lines, advice_object, parse_label
+from harness.plan.advise.prices import Prices, find_prices, load_prices
+from harness.plan.advise.pricing import AdviceRequest, Priced
+from harness.plan.advise.words import advice_lines, advice_object
 from harness.plan.cli import check_output, request_from
-from harness.plan.costs import FAMILIES, PlanRequest
+from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
 from harness.plan.notes import notes_of, print_notes
 from harness.plan.report import ProgressLine
@@ -39,9 +39,6 @@ _SIMPLE = {
     "tensor parallel": "tensor",
     "hybrid": "hybrid",
 }
-_IN_MICROBATCHES = re.compile(
-    r"(?P<way>single|pipeline|interleaved pipeline)( of [\dx ]+)?, (?P<n>\d+) microbatches"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -237,17 +234,18 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
 
 
 def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
-    label = parse_label(best.label)
-    name, saved = label["name"], ["--recompute"] if label["again"] else []
-    saved += ["--recompute-segments", str(MOST_OF_STAGE)] if label["segments"] else []
-    saved += ["--shard-state", label["state"]] if label["state"] else []
-    if name in _SIMPLE:
-        return [*_SIMPLE[name].split(), *saved]
+    strategy, stages = best.strategy, best.strategy.stages
+    saved = ["--recompute"] if any(stage.recompute for stage in stages) else []
+    if len(stages) > 1 and any(stage.segments > 1 for stage in stages):
+        saved += ["--recompute-segments", str(MOST_OF_STAGE)]
+    if strategy.shard_state != "none":
+        saved += ["--shard-state", strategy.shard_state]
+    if best.name in _SIMPLE:
+        return [*_SIMPLE[best.name].split(), *saved]
     if args.output is not None:
         return [str(args.output)]
-    flow = _IN_MICROBATCHES.fullmatch(name)
-    if flow is None:
+    is_found = best.label.startswith("searched")
+    if is_found or (family := family_of(best.name)) not in ("single", "pipeline"):
         return ["searched"]
-    schedule = "interleaved" if flow["way"] == "interleaved pipeline" else "1f1b"
-    kind = "tp=1" if flow["way"] == "single" else "pipeline"
-    return [kind, "--schedule", schedule, "--microbatches", flow["n"], *saved]
+    flow = ["--schedule", strategy.schedule, "--microbatches", str(strategy.n_microbatches)]
+    return ["tp=1" if family == "single" else "pipeline", *flow, *saved]

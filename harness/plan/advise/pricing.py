@@ -1,25 +1,12 @@
-"""The fastest strategy on one set of machines, by the simulator; power and money of nodes.
-
-These are in a TOML file beside the hostfile, such as `hosts/tesla.toml`:
-
-    currency = "EUR"
-    kwh_price = 0.30          # of a kilowatt-hour; optional
-
-    [ecetesla0]
-    watts = 220               # the node's draw while it trains
-    hour_price = 0.00         # of an hour of the node; optional
-"""
+"""The fastest strategy on one set of machines, by the simulator."""
 
 from __future__ import annotations
 
 import math
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -27,109 +14,14 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, PlanError, StrategyError
-from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
+from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.advise.measured import KnownPlan
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
-from harness.plan.report import describe_strategy
+from harness.plan.report import describe_strategy, memory_saved
 from harness.plan.search.space import leaner, standard_strategies
 from harness.plan.simulate.simulator import Simulation, Simulator
-
-HOSTS = Path("hosts")
-_NODE_KEYS = ("watts", "hour_price")
-_S_PER_HOUR = 3600.0
-_MOST_DOTS = 100  # of a line, because tomllib's time grows with their square
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePrice:
-    """Of one node; None where it is not given."""
-
-    watts: float | None = None
-    hour_price: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """Prices of a cluster's nodes by name."""
-
-    nodes: dict[str, NodePrice]
-    currency: str = ""
-    kwh_price: float | None = None
-
-    def joules_per_s(self, nodes: Iterable[str]) -> float | None:
-        """Power of some nodes together; None where one's is not given."""
-        found = [self._of(name).watts for name in nodes]
-        return None if None in found else sum(watts for watts in found if watts is not None)
-
-    def money_per_s(self, nodes: Iterable[str]) -> float | None:
-        """Cost of some nodes together; None where nothing is given, or not of all."""
-        own, kwh = [self._of(name) for name in nodes], self.kwh_price
-        hours = [one.hour_price for one in own if one.hour_price is not None]
-        watts = [one.watts for one in own if one.watts is not None]
-        energy = [] if kwh is None else [power / 1000 * kwh for power in watts]
-        is_whole = all(len(found) in (0, len(own)) for found in (hours, energy))
-        return sum([*hours, *energy]) / _S_PER_HOUR if is_whole and (hours or energy) else None
-
-    def _of(self, name: str) -> NodePrice:
-        return self.nodes.get(name, NodePrice())
-
-
-def load_prices(path: Path) -> Prices:
-    """Read a file of prices.
-
-    Raises:
-        ConfigError: missing, no TOML, an unknown key, or a number below 0.
-    """
-    data = read_file(path, "file of prices", ConfigError, is_given=True)
-    text = decode_text(data, str(path))
-    dotted = next((line for line in text.split("\n") if line.count(".") > _MOST_DOTS), None)
-    if dotted is not None:
-        raise ConfigError(f"{path} has {shorten(dotted)}: a name has at most {_MOST_DOTS} dots")
-    try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {one_line(str(error))}") from None
-    currency = content.pop("currency", "")
-    if not isinstance(currency, str):
-        raise ConfigError(f'{path}: currency is {shorten(currency)}: write a name, such as "EUR"')
-    kwh = _number(content.pop("kwh_price", None), "kwh_price", path)
-    nodes = {name: _node(name, own, path) for name, own in content.items()}
-    return Prices(nodes=nodes, currency=one_line(currency, 12), kwh_price=kwh)
-
-
-def _node(name: str, own: Any, path: Path) -> NodePrice:
-    if not isinstance(own, dict) or not set(own) <= set(_NODE_KEYS):
-        raise ConfigError(
-            f"{path}: {one_line(name, 60)} is not a node with {' and '.join(_NODE_KEYS)}: write "
-            'below [HOST], or ["HOST.DOMAIN"] in quotes, these keys'
-        )
-    return NodePrice(**{key: _number(own.get(key), f"{name}.{key}", path) for key in _NODE_KEYS})
-
-
-def _number(value: Any, name: str, path: Path) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_amount(value):
-        raise ConfigError(f"{path}: {name} is {shorten(value)}: it must be a number of at least 0")
-    return float(value)
-
-
-def find_prices(names: Iterable[str], hosts: Path = HOSTS) -> Prices | None:
-    """The first file beside the hostfiles that has all these nodes; None without one.
-
-    Raises:
-        ConfigError: a file is malformed.
-    """
-    wanted = set(names)
-    for path in sorted(hosts.glob("*.toml")):
-        found = load_prices(path)
-        if wanted <= set(found.nodes):
-            return found
-    return None
-
 
 # Of a search where something fits; it ends by them, not by time, so that equal calls are alike.
 _N_PROPOSALS = 300
@@ -214,6 +106,11 @@ class Priced:
     step_s: float
     is_measured: bool
     fullest: tuple[str, int, int]
+
+    @property
+    def name(self) -> str:
+        """The label without the ways in which the strategy saves memory."""
+        return self.label.removesuffix(memory_saved(self.strategy))
 
     @property
     def samples_per_s(self) -> float:

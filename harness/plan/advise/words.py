@@ -9,7 +9,8 @@ from harness.domain.hostfile import numbered_runs
 from harness.inputs import one_line
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
-from harness.plan.advise.pricing import Priced, Prices
+from harness.plan.advise.prices import Prices
+from harness.plan.advise.pricing import Priced
 from harness.units import format_bandwidth, format_bytes, format_duration, format_number
 
 _MOST_ROWS = 12
@@ -17,10 +18,6 @@ _LONGEST_LABEL = 50  # of a strategy, so that a row fits a terminal; --json has 
 _MILLION = 1e6
 _J_PER_KWH = 3.6e6
 _GPU = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|TITAN|Instinct|Radeon|\b[RG]TX\b")
-_LABEL = re.compile(
-    r"(?P<name>.*?)(?P<saved>(?P<again>, recomputed(?P<segments> in segments)?)?"
-    r"(, sharded (?P<state>\w+))?)"
-)
 # A machine that costs less is said to add nothing.
 _LEAST_COST = 1.05
 # A change of hardware that brings less is not shown.
@@ -51,7 +48,7 @@ def first_sentence(advice: Advice) -> str:
     rate += " measured" if best.is_measured else ""
     if best.cluster.n_devices == 1:
         device = best.cluster.devices[0]
-        more = "" if best.label == "single" else f" with {_in_words(best.label)}"
+        more = "" if best.label == "single" else f" with {_in_words(best)}"
         kind = "" if device.kind == ANY_KIND else f" ({device.kind})"
         if advice.cluster.n_devices == 1:
             return f"The model fits on {device.name}{kind}{more}: {rate}."
@@ -66,7 +63,7 @@ def first_sentence(advice: Advice) -> str:
         if single is None
         else f"{format_number(best.samples_per_s / single.samples_per_s, 2)} times one {noun}"
     )
-    return f"Use {where} with {_in_words(best.label)}: {gain}, {rate}."
+    return f"Use {where} with {_in_words(best)}: {gain}, {rate}."
 
 
 def _alone(one: Priced, advice: Advice) -> str:
@@ -76,21 +73,13 @@ def _alone(one: Priced, advice: Advice) -> str:
     return f"{name} alone" if n_devices == 1 else f"one {device_word(advice)} of {name}"
 
 
-def _in_words(label: str) -> str:
-    """A strategy within a sentence."""
-    found = parse_label(label)
-    name = re.sub(r", (\d+ microbatches)", r" in \1", found["name"])
-    saved = found["saved"].replace("sharded optimizer", "sharded optimizer state")
+def _in_words(one: Priced) -> str:
+    """Its strategy within a sentence."""
+    name = re.sub(r", (\d+ microbatches)", r" in \1", one.name)
+    saved = one.label.removeprefix(one.name).removeprefix(", ")
+    saved = saved.replace("sharded optimizer", "sharded optimizer state")
     saved = saved.replace("_in_node", " within nodes")
-    return f"{name} ({saved.removeprefix(', ')})" if saved else name
-
-
-def parse_label(label: str) -> re.Match[str]:
-    """Name and `plan.report.memory_saved` of a strategy, as groups: `name`, `saved`, and of the
-    latter `again`, `segments` and `state`."""
-    found = _LABEL.fullmatch(label)
-    assert found is not None, "it matches anything"
-    return found
+    return f"{name} ({saved})" if saved else name
 
 
 def device_word(advice: Advice) -> str:
@@ -134,7 +123,7 @@ def _larger(advice: Advice) -> Iterator[str]:
     if fastest is not advice.best:
         gain = fastest.samples_per_s / advice.best.samples_per_s
         yield (
-            f"{name_range(fastest.node_names)} with {_in_words(fastest.label)} would be "
+            f"{name_range(fastest.node_names)} with {_in_words(fastest)} would be "
             f"{gain:.2f} times as fast, which is less than predictions are off."
         )
 
@@ -148,7 +137,7 @@ def _cheapest(advice: Advice) -> Iterator[str]:
         words = f"{format_number(money, 3)} {prices.currency}".strip()
         is_one = one.cluster.n_devices == 1
         where = _alone(one, advice) if is_one else name_range(one.node_names)
-        more = "" if one.label == "single" else f" with {_in_words(one.label)}"
+        more = "" if one.label == "single" else f" with {_in_words(one)}"
         yield f"Cheapest: {where}{more}, {words} per million samples."
 
 

@@ -22,7 +22,8 @@ from harness.plan import builders
 from harness.plan.advise import pricing
 from harness.plan.advise.advice import Adviser
 from harness.plan.advise.measured import Uncertainty, uncertainty_of
-from harness.plan.advise.pricing import AdviceRequest, find_prices, largest_batch, load_prices
+from harness.plan.advise.prices import find_prices, load_prices
+from harness.plan.advise.pricing import AdviceRequest, largest_batch
 from harness.plan.advise.sets import (
     next_ethernet,
     node_classes,
