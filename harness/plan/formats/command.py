@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> None:
     if args.batch_size is not None and not 0 < args.batch_size <= MOST_COUNT:
         raise ConfigError(f"--batch-size {shorten(args.batch_size)} must be above 0")
     imported = read_strategy_file(args.file)
-    if args.dims != _DIMS[0] and not imported.format.startswith("flex"):
+    has_dims = isinstance(imported.content, list)  # FlexFlow's
+    if args.dims != _DIMS[0] and not has_dims:
         raise ConfigError(
             f"--dims is of FlexFlow's files, {args.file} is {imported.format}: drop it"
         )
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     with naming(args.file):
         data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
     write_atomically(args.output, data)
-    order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
+    order = f", dims {args.dims.replace('_', ' ')}" if has_dims else ""
     print(
         f"read {args.file} as {imported.format}{order}: {imported.describe(args.dims)}; "
         f"wrote {args.output} ({args.to})"
