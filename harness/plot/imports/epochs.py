@@ -17,6 +17,7 @@ from harness.plot.imports.runs import (
     read_text,
     seconds_at,
 )
+from harness.units import parse_bytes
 
 _MOST_REPEATS = 64
 
@@ -28,9 +29,10 @@ def devices_of(rows: Sequence[EpochRow], log: Log, n_ranks: int) -> Devices:
         ResultsError: neither the rows nor flags name one.
     """
     by_rank: dict[int, tuple[int, str, int]] = {}
+    given_memory = parse_bytes(log.facts.device_memory) if log.facts.device_memory else 0
     for row in rows:
         kind = row.device_kind or log.facts.device_kind
-        memory = row.memory_total_bytes or 0
+        memory = row.memory_total_bytes or given_memory
         if kind and memory > 0:
             by_rank.setdefault(row.rank, (row.device_id, kind, int(memory)))
     given = log.given_device

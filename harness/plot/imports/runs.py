@@ -43,9 +43,10 @@ class ImportFacts:
     weak_share: float = 0.1
     """Share of the data set that each device trains in a weak scaling log."""
     device_kind: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
-    """GPU of a log that names none, if no CSV in its directory has the same number of GPUs."""
+    """GPU of ranks for which the log names none, if no CSV in its directory has the same number of
+    GPUs."""
     device_memory: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
-    """Memory of that GPU, such as 8GiB."""
+    """Memory of GPUs for which the log names none, such as 8GiB."""
 
 
 class Log(NamedTuple):

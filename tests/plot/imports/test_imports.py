@@ -112,6 +112,13 @@ def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path):
     assert [path.name for path, _ in problems] == ["a.csv", "c.log", "d.csv"]
 
 
+def test_flags_do_not_replace_the_gpus_that_a_csv_names(tmp_path):
+    text = "Rank,Epoch,Epoch_Time,GPU_Name\n0,1,2.5,P4\n1,1,2.5,T4\n2,1,2.5,\n"
+    (run,) = imported(tmp_path, "gpus.csv", text, device_kind=GPU, device_memory="8GiB")
+    assert [info.device_kind for info in run.header.ranks] == ["P4", "T4", GPU]
+    assert [info.memory_bytes for info in run.header.ranks] == [8 * 2**30] * 3
+
+
 def deepspeed_text(n):
     lines = [STEP.format(second=second) for second in range(n)]
     noise = "[2024-11-17 16:35:03,846] [INFO] [Rank 0] step=10, skipped=0, lr=[0.001]"
