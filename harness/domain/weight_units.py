@@ -99,25 +99,25 @@ def plan_units(
 
     units = []
     for numbers in alike.values():
-        row = [list(own) for _, own in groupby(sorted(numbers, key=first_use), key=first_use)]
-        sizes = [sum(weights[number].n_bytes for number in own) for own in row]
-        cuts = None
-        shared = weights[numbers[0]]
+        in_order = sorted(numbers, key=first_use)
+        by_operator = [list(group) for _, group in groupby(in_order, key=first_use)]
+        sizes = [sum(weights[number].n_bytes for number in group) for group in by_operator]
+        shared, cuts = weights[numbers[0]], None
         # Units that are not freed end with segments only, and never in a stage of a single one.
         single = None if is_freeing or not any(recomputes[k] for k in shared.stages) else 0
-        at = [segments.get(first_use(own[0]), single) for own in row]
+        at = [segments.get(first_use(group[0]), single) for group in by_operator]
         if shared.is_alike and at[0] is not None:
             cuts = [k for k in range(1, len(at)) if at[k] != at[k - 1]]
         for start, end in pairwise((0, *unit_ends(sizes, limit, cuts, is_freeing=is_freeing))):
-            own = [number for each in row[start:end] for number in each]
-            users = {op for number in own for op in weights[number].operators}
+            members = [number for group in by_operator[start:end] for number in group]
+            users = {op for number in members for op in weights[number].operators}
             units.append(
                 Unit(
                     devices=shared.devices,
                     operators=tuple(sorted(users)),
                     stages=shared.stages,
                     n_bytes=sum(sizes[start:end]),
-                    weights=tuple(own),
+                    weights=tuple(members),
                     is_alike=shared.is_alike,
                     is_freed=is_freeing and shared.is_alike,
                 )

@@ -137,7 +137,7 @@ def lower(
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
-        host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
+        host_s_per_byte=np.array([device.host_s_per_byte for device in simulator.cluster.devices]),
         **rows.sum_columns(),
         **reduction_columns(simulator, tables, buckets, gathers.units, shard_state),
     )
@@ -235,21 +235,21 @@ class _Rows:
         which = np.where(self.is_deferred[rows], WEIGHT, BACKWARD)
         microbatch = buckets.microbatch[buckets.ends.bucket[buckets.trigger_end]] % n
         tasks = (which * n + microbatch) * self.n + rows
-        found: Ints = last_tasks(position, tasks, buckets.trigger_end, buckets.ends.before)
-        return found
+        triggers: Ints = last_tasks(position, tasks, buckets.trigger_end, buckets.ends.before)
+        return triggers
 
     def sum_columns(self) -> dict[str, Any]:
         """Fields of `Work` about all-reduces within a microbatch."""
         sums, has_backward = self.edges.sums, self._simulator.returns
-        sources, targets = [one.sources for one in sums], [one.targets for one in sums]
+        sources, targets = [total.sources for total in sums], [total.targets for total in sums]
         returns = [
-            one.n_rounds[1] > 0
-            and bool(has_backward[one.operator] or (one.is_collective and one.passes is None))
-            for one in sums
+            total.n_rounds[1] > 0
+            and bool(has_backward[total.operator] or (total.is_collective and total.passes is None))
+            for total in sums
         ]
         return {
-            "sum_is_collective": np.array([one.is_collective for one in sums], dtype=np.bool_),
-            "sum_goes": np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
+            "sum_is_collective": np.array([total.is_collective for total in sums], dtype=np.bool_),
+            "sum_goes": np.array([total.n_rounds[0] > 0 for total in sums], dtype=np.bool_),
             "sum_returns": np.array(returns, dtype=np.bool_),
             "sum_source_ptr": pointers(sources),
             "sum_source": self.row_at[np.array([*chain(*sources)], dtype=np.int64)],
@@ -330,15 +330,15 @@ def _recomputes(simulator: Simulator, flow: Flow) -> Flags:
 def _stays(flow: Flow, segment_of: Ints) -> Flags:
     """(n_ops,) whether an operator is of its stage's last segment, and the stage's forwards are all
     followed by their backwards at once, so that the executor does not run it again."""
-    found = np.zeros(len(segment_of), dtype=np.bool_)
+    stays = np.zeros(len(segment_of), dtype=np.bool_)
     for stage, (begin, end) in enumerate(pairwise(flow.stage_ptr.tolist())):
         at = np.flatnonzero((flow.actions[:, 0] == FORWARD) & (flow.actions[:, 2] == stage))
         following = flow.actions[np.minimum(at + 1, len(flow.actions) - 1)]
         expected = flow.actions[at] + [BACKWARD - FORWARD, 0, 0]
         if np.array_equal(following, expected):
             ops = flow.stage_ops[begin:end]
-            found[ops] = segment_of[ops] == segment_of[ops].max(initial=0)
-    return found
+            stays[ops] = segment_of[ops] == segment_of[ops].max(initial=0)
+    return stays
 
 
 def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:

@@ -54,33 +54,35 @@ def reduction_columns(
     """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
     weights."""
     network = simulator.network
-    found = [
-        _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
+    priced = [
+        _sum(network, total, way, tables.mean_size)
+        for way in (0, 1)
+        for total in tables.edge_rows().sums
     ]
-    found += _buckets(simulator, buckets, shard_state)
-    found += (_part(network, "all_gather", unit.devices, unit.n_bytes) for unit in gathered)
-    pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
+    priced += _buckets(simulator, buckets, shard_state)
+    priced += (_part(network, "all_gather", unit.devices, unit.n_bytes) for unit in gathered)
+    pairs = [(r, one.share * seconds) for one in priced for r, seconds in one.price.occupied]
     return {
-        "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
-        "reduce_ptr": pointers([one.price.occupied for one in found]),
+        "reduce_seconds": np.array([one.price.duration_s * one.share for one in priced]),
+        "reduce_ptr": pointers([one.price.occupied for one in priced]),
         "reduce_resource": np.array([resource for resource, _ in pairs], dtype=np.int64),
         "reduce_occupied": np.array([seconds for _, seconds in pairs]),
-        "reduce_host_bytes": np.array([one.host_bytes for one in found]),
-        "group_ptr": pointers([one.group for one in found]),
-        "group": np.array([device for one in found for device in one.group], dtype=np.int64),
+        "reduce_host_bytes": np.array([one.host_bytes for one in priced]),
+        "group_ptr": pointers([one.group for one in priced]),
+        "group": np.array([device for one in priced for device in one.group], dtype=np.int64),
     }
 
 
-def _sum(network: Network, one: Sum, way: int, mean_size: float) -> _Priced:
+def _sum(network: Network, total: Sum, way: int, mean_size: float) -> _Priced:
     """The price of a sum or of messages; their bytes and seconds are of the largest microbatch."""
-    n_bytes, n_rounds = one.n_bytes[way], one.n_rounds[way]
-    if one.passes is None:
-        size = n_bytes if one.is_collective else round(n_bytes * mean_size)
-        return _all_reduce(network, one.group, size, n_rounds)
-    rounds, hidden_s = one.passes[way]
+    n_bytes, n_rounds = total.n_bytes[way], total.n_rounds[way]
+    if total.passes is None:
+        size = n_bytes if total.is_collective else round(n_bytes * mean_size)
+        return _all_reduce(network, total.group, size, n_rounds)
+    rounds, hidden_s = total.passes[way]
     size = round(n_bytes * mean_size)
-    price = network.pass_around(one.group, size, rounds, hidden_s * mean_size)
-    return _Priced(one.group, price, 1.0, 2.0 * n_rounds * size)
+    price = network.pass_around(total.group, size, rounds, hidden_s * mean_size)
+    return _Priced(total.group, price, 1.0, 2.0 * n_rounds * size)
 
 
 def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: float) -> _Priced:
@@ -105,15 +107,15 @@ def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) ->
     for group, size, share, microbatch in flows:
         groups = [] if sharing is None else sharing(group)
         if len(groups) == 1:
-            found = _part(network, "reduce_scatter", group, size)
+            priced = _part(network, "reduce_scatter", group, size)
         elif groups:
             ends = microbatch == last if every == 1 else (share == 0) / every
-            found = _of_groups(network, groups, size, share, ends)
+            priced = _of_groups(network, groups, size, share, ends)
         elif every > 1 and share > 0:
-            found = _of_groups(network, network.replicas(group), size, share, 0.0)
+            priced = _of_groups(network, network.replicas(group), size, share, 0.0)
         else:
-            found = _all_reduce(network, group, size // every, 1.0)
-        yield found if share > 0 else found._replace(price=network.beside(found.price))
+            priced = _all_reduce(network, group, size // every, 1.0)
+        yield priced if share > 0 else priced._replace(price=network.beside(priced.price))
 
 
 def _of_groups(

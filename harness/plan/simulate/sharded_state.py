@@ -106,27 +106,27 @@ def owned_bytes(slices: Iterable[Slice], n_devices: int) -> Floats:
 def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict[Group, int]:
     """Bytes of weights that each group of several devices holds, without units that are gathered
     before use."""
-    found: dict[Group, int] = defaultdict(int)
+    total: dict[Group, int] = defaultdict(int)
     for n_bytes, holders in slices:
         if len(holders) > 1:
-            found[holders] += n_bytes
+            total[holders] += n_bytes
     for unit in set(gathered):
-        found[unit.devices] -= unit.n_bytes
-    return {group: n_bytes for group, n_bytes in sorted(found.items()) if n_bytes > 0}
+        total[unit.devices] -= unit.n_bytes
+    return {group: n_bytes for group, n_bytes in sorted(total.items()) if n_bytes > 0}
 
 
 def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats) -> Floats:
     """(n_devices,) seconds from the end of each device's optimizer, when it is ready, to its last
     new weights; groups whose rings use one interface share it."""
-    done, found = ready.copy(), {g: network.priced("all_gather", g, n) for g, n in shared.items()}
+    done, gathers = ready.copy(), {g: network.priced("all_gather", g, n) for g, n in shared.items()}
     busy: dict[int, float] = defaultdict(float)
-    for one in found.values():
-        for resource, seconds in one.occupied:
+    for gather in gathers.values():
+        for resource, seconds in gather.occupied:
             busy[resource] += seconds * network.is_interface(resource)
-    for group, one in found.items():
+    for group, gather in gathers.items():
         members = list(group)
-        slowest = max((busy[resource] for resource, _ in one.occupied), default=0.0)
-        done[members] = done[members].max() + max(one.duration_s, slowest)
+        slowest = max((busy[resource] for resource, _ in gather.occupied), default=0.0)
+        done[members] = done[members].max() + max(gather.duration_s, slowest)
     return done - ready
 
 
@@ -183,7 +183,7 @@ class Gathers(NamedTuple):
 
 def shared_weights(tables: Tables, flow: Flow, sharing: Sharing) -> list[SharedWeight]:
     """The weights that several devices share, and use in the same operators."""
-    found: list[SharedWeight] = []
+    weights: list[SharedWeight] = []
     for op in tables.parameterised:
         if tables.last_user.get(op, op) != op:
             continue  # with the last operator that uses its weights
@@ -191,12 +191,12 @@ def shared_weights(tables: Tables, flow: Flow, sharing: Sharing) -> list[SharedW
         if any(tables.slices[user] != slices for user in operators):
             continue
         stages = frozenset(flow.stage_of[list(operators)].tolist())
-        found += [
+        weights += [
             SharedWeight(group, operators, stages, n_bytes)
             for n_bytes, group in shared_slices(slices, sharing)
             if len(group) > 1
         ]
-    return found
+    return weights
 
 
 def find_units(
@@ -281,17 +281,17 @@ def plan_gathers(
     by_group: dict[Group, dict[int, Unit]] = defaultdict(dict)
     for number, unit in enumerate(units):
         by_group[unit.devices][number] = unit
-    for group, own in by_group.items():
+    for group, group_units in by_group.items():
         actions = flow.actions_of(group[0])
         if not is_freeing:
-            actions = [one for one in actions if one.kind == "forward" and one.microbatch == 0]
+            actions = [a for a in actions if a.kind == "forward" and a.microbatch == 0]
         gathered = set[int]()
         before: list[int] = []  # first task on each device of the group's last gather
-        for visit in plan_visits(actions, own):
+        for visit in plan_visits(actions, group_units):
             if not is_freeing and visit.unit in gathered:
                 continue
             gathered.add(visit.unit)
-            unit, action = own[visit.unit], actions[visit.first]
+            unit, action = group_units[visit.unit], actions[visit.first]
             ops = [op for op in unit.operators if flow.stage_of[op] == action.stage]
             op = ops[0] if action.kind == "forward" else ops[-1]
             which = ACTIONS.index(action.kind)

@@ -158,8 +158,8 @@ class Simulator:
         """The fastest that fits into memory, or, if none does, the fastest."""
         if len(strategies) == 1:
             return strategies[0]
-        found = [self.simulate(strategy) for strategy in strategies]
-        return min(found, key=lambda one: (not one.fits, one.step_s)).strategy
+        simulations = [self.simulate(strategy) for strategy in strategies]
+        return min(simulations, key=lambda each: (not each.fits, each.step_s)).strategy
 
 
 class Trial:
@@ -209,7 +209,7 @@ class Trial:
             sets: list[set[int]] = [set() for _ in stages]
             for plan in plans.values():
                 sets[plan.stage].update(plan.devices)
-            devices = [tuple(sorted(found)) for found in sets]
+            devices = [tuple(sorted(used)) for used in sets]
         key = (tuple(stage_of), tuple(devices))
         if self._flow is None or key != self._stage_key:
             self._flow = flow_of(
@@ -235,7 +235,7 @@ class Trial:
     def slices(self) -> list[Slice]:
         """The slices of all operators' weights with the devices that share each, those of tied
         ones once."""
-        held = (one for op in self.tables.plans for one in self.tables.held(op))
+        held = (piece for op in self.tables.plans for piece in self.tables.held(op))
         return shared_slices(held, self.simulator.sharing(self.strategy.shard_state))
 
     def outcome(self) -> EventTimes:
@@ -353,7 +353,7 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
         return known
     devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
     by_kind: dict[object, Floats] = {}
-    found = []
+    by_device = []
     for k, (device, rate) in enumerate(
         zip(devices, np.broadcast_to(rates, len(devices)), strict=True)
     ):
@@ -367,8 +367,8 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
             ops = (lowered.rows // len(devices)).tolist()
             by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
             by_kind[key] = np.array([by_op[op] for op in simulator.placed])
-        found.append(by_kind[key])
-    seconds = simulator.operator_seconds[batch, n_microbatches] = np.stack(found)
+        by_device.append(by_kind[key])
+    seconds = simulator.operator_seconds[batch, n_microbatches] = np.stack(by_device)
     return seconds
 
 

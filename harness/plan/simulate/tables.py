@@ -115,7 +115,7 @@ def flow_of(
     lists = []
     for rank in range(n_ranks):
         rank_of[list(stage_devices[rank])] = rank
-        own: list[tuple[int, int, int]] = []
+        actions: list[tuple[int, int, int]] = []
         for action in rank_actions(
             schedule,
             n_stages=len(stages),
@@ -123,11 +123,11 @@ def flow_of(
             n_ranks=n_ranks,
             rank=rank,
         ):
-            own.append((ACTIONS.index(action.kind), action.microbatch, action.stage))
+            actions.append((ACTIONS.index(action.kind), action.microbatch, action.stage))
             updates = options.updates_each_microbatch and not has_weights
             if action.kind == "backward" and updates:
-                own.append((WEIGHT, action.microbatch, action.stage))
-        lists.append(own)
+                actions.append((WEIGHT, action.microbatch, action.stage))
+        lists.append(actions)
     return Flow(
         n_microbatches=n_microbatches,
         stage_of=np.array(stages_of_ops, dtype=np.int64),
@@ -185,8 +185,8 @@ class Tables:
         # Every device loads inputs itself, so they cause no transfers.
         self.edges = [
             (p, c)
-            for c, found in enumerate(producers)
-            for p in found
+            for c, of_reader in enumerate(producers)
+            for p in of_reader
             if has_tasks(graph.operators[p]) and has_tasks(graph.operators[c])
         ]
         self._readers: list[list[int]] = [[] for _ in graph.operators]
@@ -205,7 +205,7 @@ class Tables:
         self.active = np.zeros((self.n_ops, self.n_devices), dtype=np.bool_)
         self.fed_bytes = np.zeros((self.n_ops, self.n_devices))
         inputs = [i for i, op in enumerate(graph.operators) if not has_tasks(op)]
-        self._fed = {c for c, found in enumerate(producers) if not {*inputs}.isdisjoint(found)}
+        self._fed = {c for c, read in enumerate(producers) if not {*inputs}.isdisjoint(read)}
         self._fed |= {i for i, op in enumerate(graph.operators) if op.kind == "loss"}
         scale = costs.samples / (graph.batch or costs.samples)
         self._input_bytes = scale * sum(graph.operators[i].activation_bytes for i in inputs)
@@ -238,11 +238,11 @@ class Tables:
 
     def _sample_shares(self, op: int, plan: OperatorPlan) -> Floats:
         """(n_devices,) share of a microbatch's samples that an operator computes."""
-        found, dims = np.zeros(self.n_devices), list(self.costs.shapes[op])
+        shares, dims = np.zeros(self.n_devices), list(self.costs.shapes[op])
         for block, device in zip(self.costs.blocks(op, plan), plan.devices, strict=True):
             begin, end = block[dims.index(SAMPLE)] if SAMPLE in dims else (0, self.costs.samples)
-            found[device] = max(found[device], (end - begin) / self.costs.samples)
-        return found
+            shares[device] = max(shares[device], (end - begin) / self.costs.samples)
+        return shares
 
     def _count_once(self, last: int) -> None:
         """Count tied weights once on each device, with the first of their operators there."""
@@ -278,9 +278,9 @@ class Tables:
     def edge_rows(self) -> Edges:
         """All transfers within a microbatch."""
         for op in self._stale:
-            found = self._find_transfers(op)
-            if found is not self._transfers[op]:
-                self._transfers[op] = found
+            transfers = self._find_transfers(op)
+            if transfers is not self._transfers[op]:
+                self._transfers[op] = transfers
                 self._edges = None
         self._stale.clear()
         if self._edges is None:
@@ -319,7 +319,7 @@ class Tables:
                     sizes.append(0)
                 sizes[k] += n_bytes
                 owners = self.tied.get(op, (op,))
-                members[k] += [one for one in owners if one not in members[k]]
+                members[k] += [owner for owner in owners if owner not in members[k]]
                 limit = self.options.bucket_bytes
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
@@ -349,18 +349,18 @@ class Tables:
     def held(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes of each slice of weights, with the devices that hold it; of tied weights all
         devices that have one of their operators, with the last one."""
-        own, operators = self.slices[op], self.costs.graph.operators
+        own_slices, operators = self.slices[op], self.costs.graph.operators
         if self.last_user.get(op, op) != op:
             own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
             share = max(0.0, own_bytes / operators[op].weight_bytes)
-            return [(round(share * n), group) for n, group in own] if share else []
+            return [(round(share * n), group) for n, group in own_slices] if share else []
         users = [self.slices[user] for user in self.tied.get(op, (op,))]
-        if any(len(slices) != len(own) for slices in users):
+        if any(len(slices) != len(own_slices) for slices in users):
             every = tuple(
                 sorted({device for slices in users for _, group in slices for device in group})
             )
-            return [(sum(n_bytes for n_bytes, _ in own), every)]
+            return [(sum(n_bytes for n_bytes, _ in own_slices), every)]
         return [
             (n_bytes, tuple(sorted({d for slices in users for d in slices[k][1]})))
-            for k, (n_bytes, _) in enumerate(own)
+            for k, (n_bytes, _) in enumerate(own_slices)
         ]

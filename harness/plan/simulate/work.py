@@ -135,14 +135,14 @@ def last_tasks(position: Any, tasks: Any, ends: Any, before: Any) -> Any:
         ends: end that waits for each task.
         before: (n_ends,) an earlier end on the same device that it waits for too, or NONE.
     """
-    found = np.full(len(before), NONE, np.int64)
+    last = np.full(len(before), NONE, np.int64)
     for task, end in zip(tasks, ends):  # noqa: B905  (numba knows no strict)
-        if found[end] == NONE or position[task] > position[found[end]]:
-            found[end] = task
+        if last[end] == NONE or position[task] > position[last[end]]:
+            last[end] = task
     for end, former in enumerate(before):
-        if former != NONE and position[found[former]] > position[found[end]]:
-            found[end] = found[former]
-    return found
+        if former != NONE and position[last[former]] > position[last[end]]:
+            last[end] = last[former]
+    return last
 
 
 class Work(NamedTuple):

@@ -63,8 +63,8 @@ def plan_gathers(actions: Sequence[Action], units: Mapping[int, Unit], needs: Ne
     for number, unit in units.items():
         by_devices[unit.devices][number] = unit
     plan = GatherPlan({}, defaultdict(list), defaultdict(list))
-    for devices, own in by_devices.items():
-        visits = plan_visits(actions, own)
+    for devices, of_devices in by_devices.items():
+        visits = plan_visits(actions, of_devices)
         plan.order[devices] = [visit.unit for visit in visits]
         for number, visit in enumerate(visits):
             plan.first_used[uses(visit.first, visit.unit)[0]].append((devices, number))

@@ -108,11 +108,11 @@ def plan_exchanges(devices: Group, rank: int, node_of: Sequence[object]) -> list
     if len(nodes) == 1 or len(nodes[0]) == 1:
         others = (other for other in devices if other != rank)
         return [[Exchange(other, (place[rank],), (place[other],)) for other in others]]
-    columns = {own: column for column in zip(*nodes, strict=True) for own in column}
+    columns = {holder: column for column in zip(*nodes, strict=True) for holder in column}
     row = next(node for node in nodes if rank in node)
 
     def parts(device: int) -> tuple[int, ...]:
-        return tuple(place[own] for own in columns[device])
+        return tuple(place[holder] for holder in columns[device])
 
     return [
         [Exchange(d, (place[rank],), (place[d],)) for d in columns[rank] if d != rank],
@@ -141,15 +141,16 @@ class WeightUnit:
         world: World,
     ) -> None:
         self.number, self.plan = number, plan.unit
-        own = [slices[piece] for piece in plan.pieces]
-        self._slices = own
-        self._large = [one for one in own if one.parameter.nbytes >= LARGEST_JOINED_BYTES]
-        self._small = [one for one in own if one.parameter.nbytes < LARGEST_JOINED_BYTES]
+        self._slices = [slices[piece] for piece in plan.pieces]
+        sizes = [shared.parameter.nbytes for shared in self._slices]
+        sized = list(zip(self._slices, sizes, strict=True))
+        self._large = [shared for shared, size in sized if size >= LARGEST_JOINED_BYTES]
+        self._small = [shared for shared, size in sized if size < LARGEST_JOINED_BYTES]
         self._group, self._world = group, world
         self._here = self.plan.devices.index(world.rank)
         self._planned = plan_exchanges(self.plan.devices, world.rank, world.hostnames)
-        self.n_bytes = sum(one.parameter.nbytes for one in own)
-        self.memory = [(one.parameter.untyped_storage(), one.parameter.nbytes) for one in own]
+        self.n_bytes = sum(sizes)
+        self.memory = [(shared.parameter.untyped_storage(), size) for shared, size in sized]
         self.is_live = not self.plan.is_freed
         self._left: list[list[Exchange]] = []
         self._works: list[Any] = []
@@ -168,12 +169,12 @@ class WeightUnit:
             for storage, n_bytes in self.memory:
                 storage.resize_(n_bytes)
         self.is_live = True
-        for one in self._slices:
-            if self.plan.is_freed and one.own is not None:
-                one.rows(self._here).copy_(flat(one.own.data))
-        outgoing = [one.rows(self._here) for one in self._large]
+        for shared in self._slices:
+            if self.plan.is_freed and shared.own is not None:
+                shared.rows(self._here).copy_(flat(shared.own.data))
+        outgoing = [shared.rows(self._here) for shared in self._large]
         if self._small:
-            outgoing.append(torch.cat([one.rows(self._here) for one in self._small]))
+            outgoing.append(torch.cat([shared.rows(self._here) for shared in self._small]))
         if is_muted:
             return
         self._parts = {self._here: [tensor.to(self._world.wire) for tensor in outgoing]}
@@ -192,8 +193,8 @@ class WeightUnit:
                         dist.P2POp(dist.isend, tensor, rank, self._group, self.number)
                     )
             for number in received:
-                incoming = [[one.rows(number)] for one in self._large]
-                incoming += [[one.rows(number) for one in self._small]] if self._small else []
+                incoming = [[shared.rows(number)] for shared in self._large]
+                incoming += [[shared.rows(number) for shared in self._small]] if self._small else []
                 self._parts[number] = [self._buffer(rows) for rows in incoming]
                 operations += [
                     dist.P2POp(dist.irecv, buffer, rank, self._group, self.number)
