@@ -20,7 +20,7 @@ from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
 from harness.plan.advise.words import advice_lines, advice_object
 from harness.plan.cli import check_output, request_from
-from harness.plan.costs import FAMILIES, PlanRequest, family_of
+from harness.plan.costs import FAMILIES, PlanRequest
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
 from harness.plan.notes import notes_of, print_notes
 from harness.plan.report import ProgressLine
@@ -244,8 +244,7 @@ def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
         return [*_SIMPLE[best.name].split(), *saved]
     if args.output is not None:
         return [str(args.output)]
-    is_found = best.label.startswith("searched")
-    if is_found or (family := family_of(best.name)) not in ("single", "pipeline"):
+    if best.family not in ("single", "pipeline"):
         return ["searched"]
     flow = ["--schedule", strategy.schedule, "--microbatches", str(strategy.n_microbatches)]
-    return ["tp=1" if family == "single" else "pipeline", *flow, *saved]
+    return ["tp=1" if best.family == "single" else "pipeline", *flow, *saved]

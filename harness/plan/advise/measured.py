@@ -22,7 +22,7 @@ from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import step_times
 from harness.measure.store import find_runs, read_run, without_samples
 from harness.plan.advise.sets import part_of
-from harness.plan.costs import FAMILIES, family_of
+from harness.plan.costs import FAMILIES
 
 # Four in five of the cells in docs/readings.md have a median error below it.
 _USUAL_ERROR = 0.15
@@ -178,9 +178,8 @@ class Uncertainty:
             return f"measured / predicted of {self.n_strategies} strategies on this cluster"
         return f"{_USUAL_ERROR:.0%} either way, because no run here has a prediction yet"
 
-    def of(self, label: str) -> tuple[float, float]:
-        """The range of a priced strategy."""
-        family = "searched" if label.startswith("searched") else family_of(label)
+    def of(self, family: str) -> tuple[float, float]:
+        """The range of a family of strategies."""
         return self.by_family.get(family, (self.low, self.high))
 
 

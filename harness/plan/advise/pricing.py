@@ -113,6 +113,11 @@ class Priced:
         return self.label.removesuffix(memory_saved(self.strategy))
 
     @property
+    def family(self) -> str:
+        """One of FAMILIES."""
+        return "searched" if self.label.startswith("searched") else family_of(self.label)
+
+    @property
     def samples_per_s(self) -> float:
         return self.batch / self.step_s
 

@@ -186,7 +186,7 @@ def _range_s(one: Priced, advice: Advice) -> tuple[float, float]:
     """Seconds that a step may take; of a measured one those that it took."""
     if one.is_measured:
         return one.step_s, one.step_s
-    low, high = advice.uncertainty.of(one.label)
+    low, high = advice.uncertainty.of(one.family)
     return min(one.step_s, low * one.predicted_s), max(one.step_s, high * one.predicted_s)
 
 

@@ -142,7 +142,7 @@ def test_trial_steps_count_in_the_range(tmp_path, plan):
     write_search(tmp_path, 0, plan, [("mine", 6.0, 7.2), ("other", 5.0, 6.25)])
     found = uncertainty_of(tmp_path, PAIR)
     assert found.n_strategies == 2
-    assert found.of("searched: mine") == (1.0, 1.25) == (found.low, found.high)
+    assert found.of("searched") == (1.0, 1.25) == (found.low, found.high)
 
 
 def test_a_busy_host_changes_no_search(monkeypatch):
