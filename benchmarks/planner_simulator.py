@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from typing import TextIO
 
 from comparison import compare, compare_extremes
 from planner_cases import enumerated_step_s, random_request
@@ -39,22 +40,10 @@ from harness.units import format_duration
 P100_12GB = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)  # data sheet
 
 
-class Report:
-    """Collects comparisons; prints tables unless the output is JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
-
-    def say(self, text: str) -> None:
-        if not self.as_json:
-            print(text, flush=True)
-
-    def add(self, found: dict[str, object]) -> None:
-        if self.as_json:
-            print(json.dumps(found), flush=True)
+Comparisons = list[dict[str, object]]
 
 
-def run_oracle(report: Report, *, quick: bool) -> None:
+def run_oracle(out: TextIO, *, quick: bool) -> Comparisons:
     """Run the oracle section, with at least 200 cases unless quick."""
     n_seeds = 5 if quick else 110
     ratios, n_unfit, n_larger = [], 0, 0.0
@@ -73,17 +62,18 @@ def run_oracle(report: Report, *, quick: bool) -> None:
                 ratios.append(found / want if math.isfinite(want) else 0.0)
     worse = sum(ratio > 1 for ratio in ratios)
     better = sum(ratio < 1 for ratio in ratios)
-    report.say(
+    print(
         f"oracle: {len(ratios)} random cases of up to {n_larger:.0f} strategies (and {n_unfit} "
         "that "
         f"nothing fits, which both say): {len(ratios) - worse - better} equal to enumeration, "
         f"{better} better by microbatches or pipelines, {worse} worse; worst ratio "
-        f"{max(ratios):.6f}\n"
+        f"{max(ratios):.6f}\n",
+        file=out,
     )
-    report.add(compare_extremes("searched step / enumerated step", ratios))
+    return [compare_extremes("searched step / enumerated step", ratios)]
 
 
-def run_delta(report: Report, *, quick: bool) -> None:
+def run_delta(out: TextIO, *, quick: bool) -> Comparisons:
     """Run the delta section: random moves on a chain of 40 linear layers, 8 devices.
 
     Compares CPU seconds, which other programs on the machine hardly affect.
@@ -112,12 +102,13 @@ def run_delta(report: Report, *, quick: bool) -> None:
         full = Trial(fresh, strategy).outcome()
         full_s.append(time.process_time() - began)
         _check_equal(delta, full)
-    report.say(
+    print(
         f"delta: {n_moves} random moves on 40 operators and 8 devices, all exactly equal to the "
         f"full simulation; CPU time each: {format_duration(statistics.median(delta_s))}, "
-        f"{format_duration(statistics.median(full_s))} from nothing\n"
+        f"{format_duration(statistics.median(full_s))} from nothing\n",
+        file=out,
     )
-    report.add(compare("delta / full", delta_s, full_s))
+    return [compare("delta / full", delta_s, full_s)]
 
 
 def _check_equal(delta: EventTimes, full: EventTimes) -> None:
@@ -125,13 +116,14 @@ def _check_equal(delta: EventTimes, full: EventTimes) -> None:
         raise PlanError(f"{delta.step_s} s is not the full simulation's {full.step_s} s")
 
 
-def run_dlrm(report: Report, *, quick: bool) -> None:
+def run_dlrm(out: TextIO, *, quick: bool) -> Comparisons:
     """Run the DLRM section: four devices in one node, and four nodes at 10 Gbit/s."""
     graph = dlrm_graph(DlrmSizes())
     profile = roofline_profile(
         graph, {"P100 12 GB": P100_12GB}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)
     )
     options = SimulatorOptions(optimizer_s_per_byte=3 / P100_12GB.memory_bytes_per_s)
+    comparisons = []
     for name, n_nodes, n_devices, rate in (
         ("one node, 12 GB/s", 1, 4, 12e9),
         ("four nodes, 10 Gbit/s", 4, 1, 1.25e9),
@@ -149,10 +141,13 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
             request = replace(request, budget=800)
         found = search_portfolio(request, options=options).result()
         assert isinstance(found.strategy, Strategy)
-        report.say(f"dlrm, {name}: {describe_strategy(found.strategy, graph)} ({found.method})")
-        report.say("\n".join([*result_lines(found), ""]))
+        print(
+            f"dlrm, {name}: {describe_strategy(found.strategy, graph)} ({found.method})", file=out
+        )
+        print(*result_lines(found), "", sep="\n", file=out)
         ratio = 1 / found.speedup_over_ddp
-        report.add(compare_extremes(f"dlrm {name}: plan / data parallel", [ratio]))
+        comparisons.append(compare_extremes(f"dlrm {name}: plan / data parallel", [ratio]))
+    return comparisons
 
 
 def main() -> None:
@@ -164,10 +159,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object per comparison")
     parser.add_argument("--quick", action="store_true", help="few cases, to try the program")
     args = parser.parse_args()
-    report = Report(as_json=args.json)
+    out = sys.stderr if args.json else sys.stdout
     try:
         for name in args.parts or parts:
-            parts[name](report, quick=args.quick)
+            for comparison in parts[name](out, quick=args.quick):
+                if args.json:
+                    print(json.dumps(comparison), flush=True)
     except HarnessError as error:
         sys.exit(f"planner_simulator: {error}")
 
