@@ -281,9 +281,15 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
 
 
 def _of_dtype(profile: Profile, dtype: str) -> Profile:
-    """The measurements of one dtype; estimates stand for any."""
+    """The measurements of one dtype; estimates are of that dtype, which says what is kept and sent
+    in 16 bits."""
     if profile.provenance.get("source") in _ESTIMATES:
-        return profile
+        made = [
+            msgspec.structs.replace(point, dtype=DTYPE_NAMES[dtype])
+            for point in profile.measurements
+        ]
+        unique = {point.key: point for point in made}
+        return msgspec.structs.replace(profile, measurements=list(unique.values()))
     found = [point for point in profile.measurements if point.dtype == DTYPE_NAMES[dtype]]
     if not found:
         known = ", ".join(sorted({point.dtype for point in profile.measurements}))

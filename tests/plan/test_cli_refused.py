@@ -216,6 +216,14 @@ def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(printed):
     assert found["speedup_over_ddp"] >= 1
 
 
+@pytest.mark.parametrize(("dtype", "sent"), [("fp32", "32 KiB"), ("bf16", "16 KiB")])
+def test_estimates_send_values_in_the_dtype_of_training(dtype, sent, printed):
+    sizes = "--dlrm-tables 2x1000x64 --dlrm-bottom-mlp 64-64 --dlrm-top-mlp 192-64-1"
+    where = "--topology 1x2 --bandwidth 1e9 --memory 1GB --rates 9e12,5e11 --batch-size 4096"
+    flow = f"predict --layout pp=2 --microbatches 1 --dtype {dtype}"
+    assert f"per step {sent} of activations" in printed(flow, sizes, where).out
+
+
 def test_a_built_in_model_is_planned_at_the_sizes_of_its_flags(printed):
     told = printed(TEXT, "--vocabulary-size 64 --sequence-length 8 --dtype bf16 --json")
     assert "profile --model gpt2 --sequence-length 8 --vocabulary-size 64 --n-layers 1" in told.err
