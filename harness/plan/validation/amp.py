@@ -209,7 +209,7 @@ class _AmpExperiment:
             raise points.NotExpressedError(
                 f"its partition is of {trial.n_layers} layers, {known.model} has {len(self._times)}"
             )
-        points.check_microbatches(known.batch, trial.microbatch, layout.dp)
+        points.check_whole_microbatches(known.batch, trial.microbatch, layout.dp)
         return points.laid_out(
             self._simulator(layout.tp, trial.microbatch, fit),
             replace(layout, cuts=tuple(2 * cut for cut in layout.cuts or ())),

@@ -124,7 +124,7 @@ class NotExpressedError(DataError):
     """A measured step that graph, cluster and strategy cannot hold."""
 
 
-def check_microbatches(batch: int, microbatch: int, n_replicas: int) -> None:
+def check_whole_microbatches(batch: int, microbatch: int, n_replicas: int) -> None:
     """Refuse a batch that is no multiple of the microbatches of all replicas."""
     if batch % (microbatch * n_replicas):
         raise NotExpressedError("its batch is no multiple of its microbatches")

@@ -162,7 +162,7 @@ class _SailorPlans:
                 f"the plan has {sum(plan.stages)} layers, the profile of {plan.model} on "
                 f"{plan.kind} {n_layers}"
             )
-        points.check_microbatches(plan.batch, plan.microbatch, plan.dp)
+        points.check_whole_microbatches(plan.batch, plan.microbatch, plan.dp)
         cuts = tuple(accumulate(plan.stages[:-1]))
         layout = ParallelLayout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
         return points.laid_out(simulator, layout, plan.batch, n_microbatches=plan.n_microbatches)

@@ -181,7 +181,7 @@ class _VTrainRuns:
         times = self._times.get((run.model, run.layout.tp))
         if times is None:
             raise points.NotExpressedError("no pure layout gives its layers' times")
-        points.check_microbatches(run.batch, run.microbatch, run.layout.dp)
+        points.check_whole_microbatches(run.batch, run.microbatch, run.layout.dp)
         if run.n_layers % run.layout.pp:
             raise points.NotExpressedError("its layers do not divide evenly over its stages")
         each = run.n_layers // run.layout.pp
