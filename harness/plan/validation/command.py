@@ -245,18 +245,22 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
                 "directory that holds them, or validate them one by one"
             )
     for name, folder in found:
-        line = ProgressLine()
-
-        def show(done: int, of: int, line: ProgressLine = line, name: str = name) -> None:
-            line.show(f"{name}: {done} of {of} steps predicted")
-
-        try:
-            validation = judge(name, READERS[name].read(folder), show)
-        finally:
-            line.clear()
+        validation = _validated(name, folder)
         if args.output is not None:
             write_atomically(args.output / validation_file(name), validation.to_json())
         yield validation
+
+
+def _validated(name: str, folder: Path) -> Validation:
+    line = ProgressLine()
+    try:
+        return judge(
+            name,
+            READERS[name].read(folder),
+            lambda done, of: line.show(f"{name}: {done} of {of} steps predicted"),
+        )
+    finally:
+        line.clear()
 
 
 def lines(validations: Sequence[Validation]) -> list[str]:
