@@ -15,9 +15,10 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
-from harness.errors import ModelError
+from harness.errors import ModelError, ResultsError
+from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.places import check_results
-from harness.measure.store import headers_in
+from harness.measure.store import read_header
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.workloads import load_workload
@@ -212,10 +213,16 @@ def has_failed(headers: Sequence[RunHeader]) -> bool:
 
 
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
-    """Finished runs in a results directory by key, oldest first."""
+    """Finished runs in a results directory by key, oldest first; warns of runs that it cannot
+    read."""
+    headers: list[RunHeader] = []
+    for path in results.glob(f"*/{HEADER_FILE}"):
+        try:
+            headers.append(read_header(path.parent))
+        except ResultsError as error:
+            _log.warning("--resume passes over a run: %s", error)
     done: dict[str, list[RunHeader]] = {}
-    headers = sorted((header for _, header in headers_in(results)), key=lambda one: one.start_utc)
-    for header in headers:
+    for header in sorted(headers, key=lambda header: header.start_utc):
         if header.status in _FINISHED:
             done.setdefault(header.repeat_key, []).append(header)
     return done

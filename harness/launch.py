@@ -57,11 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class SweepEnded(ResultsError):
-    """The sweep cannot continue.
-
-    Attributes:
-        headers: headers of the runs so far.
-    """
+    """The sweep cannot continue; `headers` are those of its runs so far."""
 
     def __init__(self, problem: str, headers: list[RunHeader]) -> None:
         super().__init__(f"no further runs, because {problem}; then go on with --resume")
@@ -114,7 +110,8 @@ class Launcher:
             SweepEnded: rank 0 has no disk space for another run; raised on all ranks.
         """
         planned = plan_runs(cases, self.ranks)
-        done = finished_repeats(self._results) if self._options.resume else {}
+        is_resuming = self._options.resume and self._world.is_first
+        done = finished_repeats(self._results) if is_resuming else {}
         repeats = remaining_repeats(planned, done)
         repeats = self._control.broadcast("repeats", repeats, list[int | None])
         if n_done := repeats.count(None):
@@ -127,8 +124,8 @@ class Launcher:
                 if repeat is not None:
                     plan = replace(plan, repeat=repeat)
                     then = self._resumed(plan, planned) if self._options.resume else plan
-                    title = f"[{at + 1}/{len(cases)}] {plan.title} repeat {repeat}"
                     if then is not None:
+                        title = f"[{at + 1}/{len(cases)}] {plan.title} repeat {repeat}"
                         self._record_run(then, f"run{at + 1}", title)
                 elif self._world.is_first:
                     self._headers.append(done[plan.key][plan.repeat])

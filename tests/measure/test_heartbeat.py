@@ -69,6 +69,13 @@ def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir):
     assert finished_repeats(run_dir.parent) == {}  # --resume carries it out
 
 
+def test_resume_warns_of_a_run_that_it_cannot_read(run_dir, caplog):
+    (run_dir / "run.json").write_text('{"schema": "harness-run", "version": 1}')
+    assert finished_repeats(run_dir.parent) == {}
+    assert "--resume passes over a run: " in caplog.text
+    assert "version 1, this harness reads harness-run version" in caplog.text
+
+
 @pytest.mark.parametrize(("age_s", "is_dead"), [(20, False), (40, True)])
 def test_a_writer_on_another_host_is_dead_after_fifteen_missed_beats(run_dir, age_s, is_dead):
     path = run_dir / HEARTBEAT_FILE
