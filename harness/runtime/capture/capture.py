@@ -54,8 +54,8 @@ from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import ModelOptions, Task, check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN, function_name
+from harness.runtime.tracing.hooks import has_gradient_hooks
 from harness.runtime.tracing.mixing import SampleMixing
-from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.writes import replace_in_place_writes

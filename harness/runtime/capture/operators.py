@@ -28,8 +28,8 @@ from harness.runtime.tracing.constructs import (
     argument_of,
     function_name,
 )
+from harness.runtime.tracing.hooks import has_own_hooks
 from harness.runtime.tracing.matrix_products import transposed_linear
-from harness.runtime.tracing.patches import has_own_hooks
 
 Attributes = dict[str, Attribute]
 

@@ -27,9 +27,10 @@ from harness.runtime.tracing.constructs import function_name
 
 _log = logging.getLogger(__name__)
 
-# Batch sizes (whole, part, part); the first triple that the model runs with is used. A model that
-# squeezes changes rank at one sample, and one that halves its batch takes even sizes only. The last
-# resort is two batches of the size that is trained.
+# Batch sizes (whole, part, part); the first triple that the model runs with is used, with the size
+# that is trained, at which `max(n, 8)` may differ. A model that squeezes changes rank at one
+# sample, and one that halves its batch takes even sizes only. The last resort is two batches of the
+# size that is trained.
 _SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 # They keep the order of elements, so the dims before the sample dim must keep their volume.
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "_unsafe_view"}
@@ -47,20 +48,21 @@ Values = dict[fx.Node, Any]
 
 
 def values_by_batch(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Values]:
-    """Meta values by node, for a batch and for two parts of it; empty if the model runs at one
-    batch size only."""
+    """Meta values by node, for a batch, for two parts of it, and for that of the examples; empty if
+    the model runs at one batch size only."""
     meta = meta_copy(module)
     for part in meta.modules():
         if isinstance(part, _BatchNorm):
             part.eval()  # in training it refuses one value per channel
     n = len(examples[0])
     for sizes in (*_SIZES, (2 * n, n, n)):
+        wanted = sizes if n in sizes else (*sizes, n)
         try:
-            found = [values_at(module, meta, examples, n) for n in sizes]
+            found = [values_at(module, meta, examples, size) for size in wanted]
         except Exception as error:
             _log.info("the model does not run at batch sizes %s: %s", sizes, error)
             continue
-        if _ranks(found[0]) == _ranks(found[1]):
+        if all(_ranks(each) == _ranks(found[0]) for each in found):
             return found
     return []
 

@@ -31,7 +31,7 @@ from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import function_name
-from harness.runtime.tracing.patches import has_gradient_hooks
+from harness.runtime.tracing.hooks import has_gradient_hooks
 
 _TORCH = str(Path(torch.__file__).parent)
 _TORCH_FUNCTIONS = ("BackwardHookFunction", "CheckpointFunction")

@@ -27,7 +27,7 @@ from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.task import Task
-from harness.runtime.tracing.patches import hooks_of
+from harness.runtime.tracing.hooks import hooks_of
 
 _log = logging.getLogger(__name__)
 

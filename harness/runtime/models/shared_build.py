@@ -31,7 +31,7 @@ from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.host import memory_limit_bytes
 from harness.runtime.ranks.world import World
-from harness.runtime.tracing.patches import has_gradient_hooks
+from harness.runtime.tracing.hooks import has_gradient_hooks
 
 _log = logging.getLogger(__name__)
 

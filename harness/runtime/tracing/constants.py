@@ -26,8 +26,10 @@ from harness.runtime.tracing.constructs import (
     function_name,
 )
 
-# Two batch sizes, both above 1.
+# Two batch sizes, both above 1. The third is the size that is trained, at which `max(n, 8)` may
+# differ, or smaller, so that all values have this many elements.
 _SIZES = (2, 3)
+_MOST_ELEMENTS = 1 << 24
 _LARGEST = 1 << 28  # elements
 # Functions of an input that read its size or type only.
 _SIZE_READERS = ("sym_size", "size", "dim")
@@ -41,14 +43,14 @@ def fold_constants(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None
     if not any(_is_folded(node, found) for node in found):
         return
     runs = [_evaluate(module, found, examples, n) for n in _SIZES]
+    n_elements = sum(x.numel() for x in runs[0].env.values() if isinstance(x, Tensor))
+    n_samples = min(len(examples[0]), _SIZES[0] * _MOST_ELEMENTS // max(n_elements, 1))
+    if n_samples > max(_SIZES):
+        runs.append(_evaluate(module, found, examples, n_samples))
     for node in list(found):
-        values = [run.env.get(node) for run in runs]
-        if not _is_folded(node, found) or not all(isinstance(x, Tensor) for x in values):
-            continue
-        if not runs[0].is_final(node, found):
-            continue
-        few, more = (x for x in values if isinstance(x, Tensor))
-        _fold(module, node, found, few, more)
+        values = [x for run in runs if isinstance(x := run.env.get(node), Tensor)]
+        if _is_folded(node, found) and len(values) == len(runs) and runs[0].is_final(node, found):
+            _fold(module, node, found, values, [run.n_samples for run in runs])
     # Writes into a value that stays an operator stay too.
     is_left = any(_is_folded(node, found) for node in found if node in runs[0].versions)
     writers = _writers(module, found) if is_left else set()
@@ -110,15 +112,11 @@ def _is_folded(node: fx.Node, found: dict[fx.Node, None]) -> bool:
 
 
 class _Evaluation(fx.Interpreter):
-    """Runs the chosen nodes.
+    """Runs the chosen nodes."""
 
-    Args:
-        fill: of tensors that are made without values, so that runs differ where one is read.
-    """
-
-    def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, None], fill: int) -> None:
+    def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, None], n_samples: int) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._chosen, self._graph_module, self._fill = nodes, module, fill
+        self._chosen, self._graph_module, self.n_samples = nodes, module, n_samples
         self.versions: dict[fx.Node, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -130,7 +128,7 @@ class _Evaluation(fx.Interpreter):
         # A later operator may work in place.
         value = value.clone() if n.op == "get_attr" else value
         if function_name(n.target) in UNDEFINED:
-            value.fill_(self._fill)
+            value.fill_(self.n_samples % 2)  # so that runs differ where one is read
         if isinstance(value, Tensor):
             self.versions[n] = value._version
         return value
@@ -149,11 +147,11 @@ def _evaluate(
     examples: tuple[Tensor, ...],
     n_samples: int,
 ) -> _Evaluation:
-    run = _Evaluation(module, nodes, fill=n_samples % 2)
+    run = _Evaluation(module, nodes, n_samples)
     with torch.no_grad(), torch.device("cpu"):
         inputs = [
-            torch.zeros(
-                (n_samples, *x.shape[1:]), dtype=x.dtype, device="cpu" if x.is_meta else x.device
+            torch.zeros((), dtype=x.dtype, device="cpu" if x.is_meta else x.device).expand(
+                n_samples, *x.shape[1:]
             )
             for x in examples
         ]
@@ -167,19 +165,24 @@ def _writers(module: fx.GraphModule, found: dict[fx.Node, None]) -> set[fx.Node]
 
 
 def _fold(
-    module: fx.GraphModule, node: fx.Node, found: dict[fx.Node, None], few: Tensor, more: Tensor
+    module: fx.GraphModule,
+    node: fx.Node,
+    found: dict[fx.Node, None],
+    values: list[Tensor],
+    batches: list[int],
 ) -> None:
-    if few.is_meta or few.numel() > _LARGEST or few.dim() != more.dim():
+    few, *others = values
+    if few.is_meta or few.numel() > _LARGEST or any(x.dim() != few.dim() for x in others):
         return
-    dims = changing_dims([few.shape, more.shape])
+    dims = changing_dims([x.shape for x in values])
     if not dims:
-        if _is_equal(few, more):
+        if all(_is_equal(few, x) for x in others):
             _replace(node, _constant(module, node, few), found)
         return
-    (dim, *others) = dims
+    dim = dims[0]
     one = few.narrow(dim, 0, 1)
-    is_repeated = (few.shape[dim], more.shape[dim]) == _SIZES and not others
-    if is_repeated and all(_is_equal(x, one.expand(x.shape)) for x in (few, more)):
+    is_repeated = [x.shape[dim] for x in values] == batches and len(dims) == 1
+    if is_repeated and all(_is_equal(x, one.expand(x.shape)) for x in values):
         _replace_by_expanded(module, node, found, one, dim)
 
 

@@ -29,6 +29,7 @@ from harness.runtime.tracing.constructs import (
     is_view,
 )
 from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
+from harness.runtime.tracing.hooks import has_backward_hooks
 from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.tracer import users_frame
@@ -60,7 +61,7 @@ def export(
         Exception: any error of torch.export.
     """
     for path, part in model.named_modules():
-        if patches.has_backward_hooks(part):
+        if has_backward_hooks(part):
             raise ConstructError(f"module {path!r} has backward hooks, which torch.export drops")
     fixed: list[str | None] = []
     module = _exported(model, examples, whole, fixed)

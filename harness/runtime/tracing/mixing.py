@@ -9,10 +9,9 @@ hooks and untraced modules. Kinds that are sample-wise by definition (a convolut
 
 from __future__ import annotations
 
-import dis
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from harness.runtime.tracing.constructs import (
     callable_of,
     function_name,
 )
-from harness.runtime.tracing.patches import hooks_of
+from harness.runtime.tracing.hooks import hooks_of, is_stateless
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +59,6 @@ _RANDOM = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _ATTENTIONS = (
     "scaled_dot_product_attention", "multi_head_attention_forward", "attention_region",
 )  # fmt: skip
-# Bytecode and calls by which a hook keeps state, so that its next call may differ.
-_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
-_WRITING_CALLS = ("append", "extend", "insert", "pop", "update", "setdefault", "write", "print")
 
 
 class SampleMixing:
@@ -100,8 +96,8 @@ class SampleMixing:
         given = self._arguments(node)
         if not self._values or self._is_known_sample_wise(node, kind, given):
             return False
-        if any(len(one.dims) > 1 for one in given):
-            return True
+        if kind in _POINTWISE or any(one.is_mixed for one in given):
+            return True  # pointwise of a number of the batch, from which random values may be far
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         name, is_fixed = function_name(node.target), not any(one.is_of_batch for one in given)
         is_random = name not in _ATTENTIONS if module is None else isinstance(module, _RANDOM)
@@ -116,7 +112,7 @@ class SampleMixing:
     def _classify_opaque(self, node: fx.Node) -> bool | None:
         """Test a user's code that was not traced; hooks that keep state are not run."""
         given = self._arguments(node)
-        if any(len(one.dims) > 1 for one in given):
+        if any(one.is_mixed for one in given):
             return True
         outputs = [tensors_within(each.get(node)) for each in self._values]
         if not outputs or any(a.shape == b.shape for a, b, *_ in zip(*outputs, strict=True)):
@@ -126,7 +122,7 @@ class SampleMixing:
         hooks = [hook for module in modules for hook in hooks_of(module)]
         if isinstance(target, GradientHooks):
             hooks = target.hooks
-        if not all(map(_is_stateless, hooks)):
+        if not all(map(is_stateless, hooks)):
             return None
         weights = parameters_of(node, self._module).values()
         return self._test(node, given, sum(w.numel() for w in weights), is_strict=True)
@@ -209,7 +205,7 @@ class SampleMixing:
 
 @dataclass(frozen=True)
 class _Argument:
-    """A node's meta values, for the whole batch and each part."""
+    """A node's meta values, for the whole batch, each part, and the size that is trained."""
 
     node: fx.Node
     values: list[Any]
@@ -224,6 +220,13 @@ class _Argument:
         if tensors_within(self.values):
             return bool(self.dims)
         return any(value != self.values[0] for value in self.values)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether several dims change with the batch size, or it differs at the size that is
+        trained alone, which a test does not run."""
+        tested = replace(self, values=self.values[:3])
+        return len(self.dims) > 1 or (self.is_of_batch and not tested.is_of_batch)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -351,16 +354,6 @@ def _described(node: fx.Node, given: Sequence[_Argument]) -> str:
         for one in given
     ]
     return f"{args} {shapes}"
-
-
-def _is_stateless(hook: Callable[..., Any]) -> bool:
-    """Whether a hook's bytecode shows no writes to state."""
-    hook = getattr(hook, "func", hook)
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    if code is None:
-        return False
-    writes = any(one.opname.startswith(_STORES) for one in dis.get_instructions(code))
-    return not writes and not any(name in _WRITING_CALLS for name in code.co_names)
 
 
 def _is_joined(whole: Tensor, parts: Sequence[Tensor], tolerance: float) -> bool:

@@ -23,7 +23,8 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _Av
 from torch.nn.utils import parametrize
 
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, NO_GRAD
-from harness.runtime.tracing.patches import has_own_hooks, replaced
+from harness.runtime.tracing.hooks import has_own_hooks
+from harness.runtime.tracing.patches import replaced
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -92,26 +92,3 @@ def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Apply a function inside `autograd_functions`."""
     original: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
     return original.__get__(None, function)(*args)
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of a module itself."""
-    kinds = ("_backward", "_backward_pre", "_forward", "_forward_pre")
-    return [hook for kind in kinds for hook in getattr(module, f"{kind}_hooks").values()]
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module itself, not its children, has hooks on gradients."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks other than PyTorch's forward hooks (such as `weight_norm`)."""
-    forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    owners = (hook if hasattr(hook, "__module__") else type(hook) for hook in forward)
-    is_from_torch = (str(owner.__module__).startswith("torch.") for owner in owners)
-    return has_backward_hooks(module) or not all(is_from_torch)

@@ -45,6 +45,7 @@ from harness.runtime.tracing.constructs import (
 )
 from harness.runtime.tracing.dim_rules import module_of, operator_name
 from harness.runtime.tracing.export import export
+from harness.runtime.tracing.hooks import has_own_hooks
 from harness.runtime.tracing.kept_calls import LoopError, with_large_shares
 from harness.runtime.tracing.matrix_products import join_projections, keep_dims, keep_heads
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
@@ -118,7 +119,7 @@ def _is_stateless(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether a node calls a function, or a module of PyTorch's without state and hooks."""
     if node.op == "call_module":
         part = modules[str(node.target)]
-        is_plain = type(part).__module__.startswith("torch.nn.") and not patches.has_own_hooks(part)
+        is_plain = type(part).__module__.startswith("torch.nn.") and not has_own_hooks(part)
         return is_plain and not part.state_dict()
     is_function = node.op in ("call_function", "call_method")
     return is_function and not isinstance(node.target, OpaqueFunction) and not node.is_impure()

@@ -32,6 +32,7 @@ from harness.runtime.tracing.constructs import (
     GradientHook,
     detach,
 )
+from harness.runtime.tracing.hooks import has_backward_hooks
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 
@@ -198,7 +199,7 @@ class ModelTracer(fx.Tracer):
         return next(reversed(self.module_stack.values()))[0] if self.module_stack else ""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._leaves or patches.has_backward_hooks(m):
+        if module_qualified_name in self._leaves or has_backward_hooks(m):
             return True
         if is_single_operator(m):
             return True

@@ -54,6 +54,14 @@ def of_the_type_of_an_input(net, x):
     return x + torch.ones(x.shape[0], 4).type_as(x).reshape(x.shape[0], 2, 2).flatten(1)
 
 
+def of_a_larger_batch(net, x):
+    return x * torch.full((1,), max(x.shape[0], 3), device=x.device)
+
+
+def in_groups(net, x):
+    return x + (torch.arange(x.shape[0], device=x.device) // 3)[:, None]
+
+
 def written_by_inputs(net, x):
     found = torch.zeros(x.shape[0], 4, device=x.device)
     found[:, 1] = x[:, 2]
@@ -88,6 +96,8 @@ def test_a_buffer_that_forward_registers_by_the_dtype_of_an_input_is_a_constant(
     held(task_on(net))
 
 
-@pytest.mark.parametrize("middle", [of_the_batch_size, written_by_inputs])
+@pytest.mark.parametrize(
+    "middle", [of_the_batch_size, of_a_larger_batch, in_groups, written_by_inputs]
+)
 def test_values_that_depend_on_the_batch_stay_operators(middle):
     assert len(operators_of(middle)) > 1

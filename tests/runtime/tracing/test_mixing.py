@@ -250,6 +250,16 @@ def test_mixing_is_found_in_a_model_that_takes_multiples_of_a_size_alone(multipl
     assert mixing(function) == found
 
 
+def test_values_that_are_compared_with_the_batch_size_mix_samples():
+    assert mixing(lambda x: x * (torch.arange(WIDTH) < x.shape[0])) == ["lt"]
+
+
+def test_a_number_that_grows_in_large_batches_alone_mixes_samples():
+    assert mixing(lambda x: x * max(x.shape[0], 6)) == ["mul"]
+    assert mixing(lambda x: x * torch.full((1,), max(len(x), 6)).to(x)) == ["full"]
+    assert mixing(lambda x: x * max(x.shape[0], 8)) == []
+
+
 @pytest.mark.parametrize("dims", list(itertools.permutations(range(3))))
 def test_a_function_mixes_samples_along_their_dim_alone(dims):
     names = ["softmax", "cumsum", "logsumexp", "flip"]
