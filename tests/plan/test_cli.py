@@ -125,15 +125,15 @@ def test_published_costs_refuse_unlike_devices(chain, tmp_path, refused):
         assert f"--cost {cost} plans for equal devices" in said
 
 
-@pytest.mark.parametrize(("cost", "step_s"), [("pipedream", 6e-3), ("maxload", 6e-3)])
-def test_published_costs_know_how_fast_devices_are(chain, tmp_path, printed, cost, step_s):
+@pytest.mark.parametrize("cost", ["pipedream", "maxload"])
+def test_published_costs_know_how_fast_devices_are(chain, tmp_path, printed, cost):
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e12, memory_bytes=2**40)
     for speed in (1.0, 0.5):
         path = tmp_path / "cluster.json"
         path.write_bytes(cluster.scaled([speed] * 2).to_json())
         words = ("search --json --cost", cost, "--profile", chain, "--cluster", path)
         found = json.loads(printed(*words).out)
-        assert found["predicted_step_s"] == pytest.approx(step_s / speed, rel=0.01)
+        assert found["predicted_step_s"] == pytest.approx(6e-3 / speed, rel=0.01)
 
 
 def test_published_costs_refuse_another_batch_than_the_profiled(tmp_path, refused):

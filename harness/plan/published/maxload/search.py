@@ -221,7 +221,9 @@ def anneal_placement(
     problem: LoadProblem, start: OperatorPlacement, bound_s: float, effort: float, seed: int
 ) -> OperatorPlacement:
     """Improve a placement without keeping stages contiguous."""
-    n_moves = int(effort * max(_LEAST_MOVES, _MOVES_EACH * problem.n_operators * problem.n_devices))
+    n_each = problem.n_operators * problem.n_devices
+    n_placements = problem.n_devices**problem.n_operators
+    n_moves = min(int(effort * max(_LEAST_MOVES, _MOVES_EACH * n_each)), 100 * n_placements)
     best, joined = start, Joined.from_problem(problem)
     for k, hottest in enumerate(_HOTTEST if problem.n_devices > 1 else ()):
         if n_moves == 0 or best.load_s <= bound_s * _ROUNDING:

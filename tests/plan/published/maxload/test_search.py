@@ -142,6 +142,18 @@ def test_the_plan_is_a_pipeline_with_its_bound():
     validate(result.strategy, asked.graph, asked.cluster)
 
 
+def test_few_placements_are_not_annealed_for_long(monkeypatch):
+    moves = []
+
+    def chain(joined, device_of, n_devices, memory_bytes, n_moves, *others):
+        moves.append(n_moves)
+        return device_of, math.inf
+
+    monkeypatch.setattr("harness.plan.published.maxload.search._run_chain", chain)
+    run("maxload", request(2))
+    assert max(moves) == 100 * 2**4
+
+
 def test_too_little_memory_is_refused_with_the_amounts():
     with pytest.raises(PlanError, match=r"contiguous stages fits .* on each of 2 devices"):
         run("maxload", request(2, memory_bytes=3000))
