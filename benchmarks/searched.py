@@ -18,8 +18,9 @@ hand-chosen plan that equals the searched one trains once. Results of a cell:
     order       Spearman's correlation of predicted and measured steps; at least 0.95; also the
                 pairs in order, among those whose ratio over rounds has an interval without 1
     regret      measured step of the predicted fastest / fastest measured - 1; at most 3 %
-    same        the loss of every step equals that of single, to a relative 1e-3; rounding in fp32
-                may prevent this, so executor_equivalence.py compares in float64
+    same        the loss of every step equals that of single, to a relative 1e-3; if rounding in
+                fp32 prevents this, the strategy also trains in float64 (searched_double.py), where
+                losses and gradients must equal those of one device to 1e-9
 
 WORK keeps all measurements, so that a finished cell is only judged again. Cells share profiles.
 """
@@ -34,7 +35,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -43,6 +44,8 @@ from searched_judge import (
     Measured,
     judge,
     judge_all,
+    largest,
+    left_open,
     same_as_searched,
     strategies_of,
     text,
@@ -71,7 +74,7 @@ class Options:
     """Measure finished cells again, including their links."""
     summary: bool = False
     """Judge finished cells, without measuring."""
-    json: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per cell and one for all."""
 
 
@@ -127,13 +130,17 @@ class Cluster:
             "--oversubscribe", "--hostfile", f"hosts/virtual-{self._name}.txt", *command,
         )  # fmt: skip
 
+    def lines_of(self, cell: Cell, module: str, *words: str) -> list[dict[str, Any]]:
+        """The objects that a module of benchmarks/ prints, one for each run."""
+        output = self.start(cell, ".venv/bin/python", "-m", module, *words)
+        return [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
+
     def steps_in_turn(
         self, cell: Cell, runs: Iterable[Path], seconds: float
     ) -> dict[str, list[float]]:
         """Train the engines of runs in turn; returns the seconds of a step by run and round."""
-        program = (".venv/bin/python", "-m", "benchmarks.searched_steps")
-        output = self.start(cell, *program, "--seconds", str(seconds), *map(str, runs))
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
+        words = ("--seconds", str(seconds), *map(str, runs))
+        lines = self.lines_of(cell, "benchmarks.searched_steps", *words)
         return {line["run"]: line["steps_s"] for line in lines}
 
 
@@ -176,6 +183,15 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
     )
 
 
+def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[str]) -> Measured:
+    """Train these strategies and one device in float64; returns `found` with differences."""
+    paths = {name: Path(found.runs[name]) for name in ("single", *names)}
+    lines = cluster.lines_of(cell, "benchmarks.searched_double", *map(str, paths.values()))
+    differences = ("loss_difference", "gradient_difference")
+    worst = {line["run"]: largest(line[name] for name in differences) for line in lines}
+    return msgspec.structs.replace(found, double={name: worst[paths[name].name] for name in names})
+
+
 def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     """Measure a cell, except for measurements that an earlier call has kept."""
     kept = options.work / f"measured-{cell.name}.json"
@@ -192,6 +208,11 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     if not found.steps_s:
         cluster.build(cell)
         found = train_in_turn(cell, cluster, found, options)
+        write_atomically(kept, msgspec.json.encode(found))
+    names = left_open(found)
+    if names and not found.double:
+        cluster.build(cell)
+        found = train_in_double(cell, cluster, found, names)
         write_atomically(kept, msgspec.json.encode(found))
     return found
 
@@ -220,7 +241,7 @@ def main(options: Options) -> int:
                 continue
             line = judge(CELLS[name], measured)
             done.append(line)
-            print(json.dumps(line) if options.json else text(line), flush=True)
+            print(json.dumps(line) if options.as_json else text(line), flush=True)
     if not done:
         raise SystemExit(
             f"no cell of {', '.join(names)} is measured in {options.work}: measure one"

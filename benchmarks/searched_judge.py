@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -34,6 +35,7 @@ from harness.measure.store import Run, read_header, read_run
 # The order of sums changes the losses of ten steps in fp32 by at most 1e-5 for all models, whereas
 # a lost gradient changes them by percents.
 _LOSS_TOLERANCE = 1e-3
+_DOUBLE_TOLERANCE = 1e-9
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -42,11 +44,14 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         runs: directories of its runs by strategy, including failed ones.
         steps_s: seconds of a step, measured in turn, by strategy and round.
+        double: largest difference from one device in float64, by strategy, for those on which fp32
+            is inconclusive.
         stolen_share: share of processor time that a hypervisor gave to other guests.
     """
 
     runs: dict[str, str]
     steps_s: dict[str, list[float]]
+    double: dict[str, float] = {}
     stolen_share: float | None = None
 
 
@@ -103,15 +108,42 @@ def losses(run: Run) -> list[float]:
     return [r.value for r in samples_of(run.ranks.get(0, []), "loss")]
 
 
+def largest(differences: Iterable[float]) -> float:
+    """The largest value; NaN if any value is, which `max` may miss."""
+    return float(np.max(list(differences)))
+
+
 def loss_differences(runs: dict[str, Run]) -> dict[str, float]:
-    """The largest relative difference of a step's loss from that of one device, by strategy; NaN if
-    any loss is."""
-    reference = np.array(losses(runs["single"]))
+    """The largest relative difference of a step's loss from that of one device, by strategy."""
+    reference = losses(runs["single"])
     return {
-        name: float(np.max(np.abs(losses(run) - reference) / np.abs(reference)))
+        name: largest(
+            abs(value - expected) / abs(expected)
+            for value, expected in zip(losses(run), reference, strict=True)
+        )
         for name, run in runs.items()
         if run.header.status == "ok"
     }
+
+
+def left_open(found: Measured) -> list[str]:
+    """The executor's strategies whose losses in fp32 differ from those of one device."""
+    runs = {name: _read_run(Path(path)) for name, path in found.runs.items()}
+    if "single" not in found.steps_s:
+        return []
+    return [
+        name
+        for name, difference in loss_differences(runs).items()
+        if not difference <= _LOSS_TOLERANCE and (runs[name].path / STRATEGY_FILE).exists()
+    ]
+
+
+def trains_the_same(differences: dict[str, float], double: dict[str, float]) -> bool:
+    """Whether all strategies' losses equal those of one device, in float64 if not in fp32."""
+    return all(
+        difference <= _LOSS_TOLERANCE or double.get(name, math.inf) <= _DOUBLE_TOLERANCE
+        for name, difference in differences.items()
+    )
 
 
 def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> dict[str, Any]:
@@ -218,8 +250,9 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "must_beat_ddp": cell.must_beat_ddp,
         "pairs_apart": len(apart),
         **judge_order(ok, apart),
-        "loss_difference": float(np.max([*differences.values()])),
-        "is_same": all(one <= _LOSS_TOLERANCE for one in differences.values()),
+        "loss_difference": max(differences.values()),
+        "double_difference": max(measured.double.values(), default=None),
+        "is_same": trains_the_same(differences, measured.double),
         "same_as_searched": sorted(twice),
         "strategies": strategies,
         "command": shlex.join(sys.argv),

@@ -4,7 +4,7 @@ import importlib
 import json
 import shutil
 import sys
-from math import isnan, nan
+from math import nan
 
 import msgspec
 import pytest
@@ -140,7 +140,7 @@ def scale_losses(run, factor):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_losses_are_held_to_those_of_one_device(judging, tmp_path, monkeypatch):
+def test_what_fp32_leaves_open_is_told_by_float64(judging, tmp_path, monkeypatch):
     runs = {
         "single": write_run(tmp_path, "a", "single"),
         "ddp": write_run(tmp_path, "b", "ddp"),
@@ -148,11 +148,17 @@ def test_losses_are_held_to_those_of_one_device(judging, tmp_path, monkeypatch):
     }
     scale_losses(runs["ddp"], 1 + 1e-5)
     scale_losses(runs["searched"], 1.01)
+    told = {name: str(path) for name, path in runs.items()}
+    measured = judging.Measured(runs=told, steps_s={"single": [1.0]})
+    assert judging.left_open(measured) == ["searched"]
     found = {name: read_results(path).runs[0] for name, path in runs.items()}
     differences = judging.loss_differences(found)
     assert differences == pytest.approx({"single": 0, "ddp": 1e-5, "searched": 0.01}, abs=1e-9)
+    assert not judging.trains_the_same(differences, {})
+    assert not judging.trains_the_same(differences, {"searched": 1e-6})
+    assert judging.trains_the_same(differences, {"searched": 1e-14})
     monkeypatch.setattr(judging, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
-    assert isnan(judging.loss_differences(found)["ddp"])
+    assert not judging.trains_the_same(judging.loss_differences(found), {})
 
 
 def test_a_directory_without_what_a_benchmark_reads_is_refused(load, tmp_path, monkeypatch, capsys):
