@@ -28,7 +28,7 @@ import statistics
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 from comparison import compare
@@ -75,7 +75,9 @@ class Options:
     """Two repeats on the slow links only, in less than 20 minutes."""
     summary: bool = False
     """Judge finished runs, without measuring."""
-    json: bool = False
+    figure: Path | None = None
+    """Draw accuracy over time into this file."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per comparison."""
 
 
@@ -214,6 +216,22 @@ def text(lines: list[dict[str, Any]]) -> str:
     return "\n".join([head, *rows])
 
 
+def draw(found: dict[str, Runs], path: Path) -> None:
+    """Draw accuracy over time, one panel per bandwidth and one line per run."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    for panel, (bandwidth, runs) in zip(panels[0], found.items(), strict=True):
+        for number, (name, own) in enumerate(runs.items()):
+            for k, run in enumerate(own):
+                label = name if k == 0 else None
+                panel.plot(run.ends_s, run.accuracies, f"C{number}.-", label=label, linewidth=1)
+        panel.set(title=bandwidth, xlabel="seconds of training", ylabel="held-out accuracy")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main(options: Options) -> None:
     if options.quick:
         options = replace(options, bandwidths=("100mbit",), repeats=2)
@@ -226,12 +244,16 @@ def main(options: Options) -> None:
         for bandwidth in options.bandwidths
     ]
     lines: list[dict[str, Any]] = []
+    found: dict[str, Runs] = {}
     with Cluster("elastic") as cluster:
         for cell in cells:
             if not options.summary:
                 measure(cell, cluster, options)
-            lines += judge(cell, read_runs(cell, options))
-    print("\n".join(map(json.dumps, lines)) if options.json else text(lines), flush=True)
+            found[cell.place.bandwidth] = read_runs(cell, options)
+            lines += judge(cell, found[cell.place.bandwidth])
+    if options.figure is not None:
+        draw(found, options.figure)
+    print("\n".join(map(json.dumps, lines)) if options.as_json else text(lines), flush=True)
 
 
 if __name__ == "__main__":
