@@ -135,6 +135,14 @@ def test_differences_of_the_parts_sum_to_the_error(catalog):
     assert single["difference_exposed_communication_s"] == pytest.approx(0)
 
 
+def test_parts_of_runs_without_steps_without_communication_are_drawn(planned, tmp_path):
+    root = copies(planned, tmp_path / "results", "searched-0", "pipeline-0")
+    figure = load_figure("prediction_error")
+    table = figure.table(catalog_of(root))
+    assert table["difference_contention_s"].isna().all()
+    assert b"pipeline" in _text(image_bytes(figure, table, "svg")[0])
+
+
 def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog):
     table = table_of("timeline", catalog)
     measured = table[(table["side"] == "measured") & table["label"].str.contains("pipeline")]

@@ -1,5 +1,6 @@
 """Prediction error by part of the step: the difference of every part of the step."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ def _row(case: PlannedCase) -> dict[str, Any]:
     measured = mean_parts(compared.measured_parts for compared in known)
     for part in PARTS:
         is_known = part in measured
-        row[f"predicted_{part}_s"] = predicted[part] if is_known else None
-        row[f"measured_{part}_s"] = measured[part] if is_known else None
-        row[f"difference_{part}_s"] = predicted[part] - measured[part] if is_known else None
+        sides = (predicted[part], measured[part]) if is_known else (math.nan, math.nan)
+        row[f"predicted_{part}_s"], row[f"measured_{part}_s"] = sides
+        row[f"difference_{part}_s"] = sides[0] - sides[1]
     row["measured_s"] = sum(measured.values())
     row["difference_s"] = sum(predicted.values()) - row["measured_s"]
     return row
