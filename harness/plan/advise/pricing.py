@@ -157,7 +157,7 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_cpu_s: float = 0.0
 
 def _rounded_s(priced: Priced) -> float:
     """The step without rounding errors, so that the simplest of equal strategies comes first."""
-    return float(f"{priced.step_s:.9g}")
+    return float(f"{priced.step_s:.12g}")
 
 
 def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iterator[Simulation]:
