@@ -1,5 +1,7 @@
 """Hashes of the model, profile and cluster that a strategy was planned for, and their changes."""
 
+from __future__ import annotations
+
 import hashlib
 
 import msgspec
@@ -16,7 +18,7 @@ class MadeFor(
 
     Attributes:
         operators: short hash of each operator, by name.
-        devices: kind and memory of each device, by name, in rank order.
+        devices: kind and memory of each device, by name, in rank order; none of any devices.
         links_hash: hash of links, interfaces and collective curves.
     """
 
@@ -27,6 +29,10 @@ class MadeFor(
     links_hash: str = ""
     operators: dict[str, str] = {}
     devices: dict[str, str] = {}
+
+    def of_any_devices(self) -> MadeFor:
+        """Those of the model alone, because the cluster does not exist."""
+        return msgspec.structs.replace(self, cluster_hash="", links_hash="", devices={})
 
 
 def _short_hash(*values: object) -> str:
@@ -90,4 +96,6 @@ def differences(old: MadeFor, new: MadeFor) -> list[str]:
         found += _changed("operator", old.operators, new.operators, values=False)
         if not found:
             found.append("the graph's batch or name changed")
-    return found + _changed("device", old.devices, new.devices, values=True)
+    if old.devices:
+        found += _changed("device", old.devices, new.devices, values=True)
+    return found

@@ -210,6 +210,14 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
     )
 
 
+def planned_for(args: argparse.Namespace, strategy: Strategy) -> Strategy:
+    """The strategy as it is written: for the devices of `--cluster`, or for any as many as those of
+    `--topology`, which do not exist."""
+    if args.topology is None:
+        return strategy
+    return msgspec.structs.replace(strategy, made_for=strategy.made_for.of_any_devices())
+
+
 def _profiled_kind(args: argparse.Namespace) -> str | None:
     """The kind of device of the profile that is given or found; None when it does not say."""
     path = args.profile

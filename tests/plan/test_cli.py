@@ -14,7 +14,8 @@ from launching import completed
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.domain.strategy import OperatorPlan, Strategy, validate
+from harness.domain.strategy import OperatorPlan, Strategy, check_fresh, validate
+from harness.errors import StrategyError
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
 
@@ -110,7 +111,16 @@ def test_written_strategy_is_valid_for_the_graph(chain, tmp_path, printed):
     strategy = Strategy.load(plan)
     assert strategy.batch == 64
     cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=2**40)
-    validate(strategy, parse_graph_txt(CHAIN, name="chain", batch=64)[0], cluster)
+    graph = parse_graph_txt(CHAIN, name="chain", batch=64)[0]
+    validate(strategy, graph, cluster)
+    other = Cluster.uniform(4, 1, inside_bytes_per_s=1e9, memory_bytes=2**30, kind="other")
+    check_fresh(strategy, graph, other)  # the topology's own devices do not exist
+    (tmp_path / "cluster.json").write_bytes(cluster.to_json())
+    words = (SEARCH, "--cluster", tmp_path / "cluster.json", "--batch-size 64 --profile", chain)
+    printed(*words, "--output", plan)
+    check_fresh(Strategy.load(plan), graph, cluster)
+    with pytest.raises(StrategyError, match="device 'node0:1' is gone"):
+        check_fresh(Strategy.load(plan), graph, other)
 
 
 def test_published_costs_refuse_unlike_devices(chain, tmp_path, refused):

@@ -19,7 +19,7 @@ from harness.plan.advise.measured import known_plans, uncertainty_of
 from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
 from harness.plan.advise.words import advice_lines, advice_object
-from harness.plan.cli import check_output, request_from
+from harness.plan.cli import check_output, planned_for, request_from
 from harness.plan.costs import FAMILIES, PlanRequest
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
 from harness.plan.notes import notes_of, print_notes
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
         graph, profile = request.model()
         made_for = fingerprint(graph, advice.best.cluster, profile)
         strategy = msgspec.structs.replace(advice.best.strategy, made_for=made_for)
-        write_atomically(args.output, strategy.to_json())
+        write_atomically(args.output, planned_for(args, strategy).to_json())
     graph, profile = advice.request.graph, advice.request.profile
     strategy = advice.best.strategy
     print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))

@@ -15,7 +15,7 @@ from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import ConfigError, naming
 from harness.measure.store import write_atomically
-from harness.plan.cli import check_output, request_from
+from harness.plan.cli import check_output, planned_for, request_from
 from harness.plan.flags import SHARD_STATE, add_cluster, add_model, add_optimizer, flag_of
 from harness.plan.layouts.degrees import (
     ParallelLayout,
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
             check_fresh(strategy, graph, request.cluster)
             validate(strategy, graph, request.cluster)
     made_for = fingerprint(graph, request.cluster, profile)
-    strategy = msgspec.structs.replace(strategy, made_for=made_for)
+    strategy = planned_for(args, msgspec.structs.replace(strategy, made_for=made_for))
     simulation = simulator.simulate(strategy)
     print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))
     if args.output is not None:

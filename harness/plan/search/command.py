@@ -7,7 +7,7 @@ import msgspec
 
 from harness.domain.shard_state import SHARD_STATES
 from harness.measure.store import write_atomically
-from harness.plan.cli import check_output, request_from
+from harness.plan.cli import check_output, planned_for, request_from
 from harness.plan.costs import COSTS
 from harness.plan.costs import run as search
 from harness.plan.flags import SHARD_STATE, add_cluster, add_model, add_optimizer
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         request = request_from(args, progress)
         result = search(args.cost, request)
+        result = msgspec.structs.replace(result, strategy=planned_for(args, result.strategy))
     finally:
         progress.clear()
     if request.profile is not None and "optimizer" not in COSTS[args.cost].unread:
