@@ -354,6 +354,7 @@ READERS: dict[str, Reader] = {
     "vocabulary": Reader(_seed("vocab.txt"), _file("vocab.txt", Vocabulary)),
     "epoch_csv": Reader(_seed("epochs_2gpu.csv"), _imported("epochs_2gpu.csv")),
     "deepspeed_log": Reader(_seed("deepspeed.log"), _imported("deepspeed_2gpu.log")),
+    "torchtitan_log": Reader(_seed("torchtitan.log"), _imported("titan.log")),
     "torchgpipe": _published("torchgpipe", "gpipe_points.csv"),
     "pipetransformer": _published("pipetransformer", "pipeline_rates.csv"),
     "pollux": _published("pollux", "placements.csv", "cifar10"),

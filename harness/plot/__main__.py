@@ -185,7 +185,7 @@ def _import(words: Sequence[str]) -> None:
     for run_dir in imported:
         print(f"wrote {run_dir}")
     if imported and (words := _assumed(facts)):
-        print(f"assumed, because logs do not say it: {' '.join(words)}")
+        print(f"assumed where a log does not say it: {' '.join(words)}")
     if not imported:
         paths = one_line(", ".join(map(str, facts.paths)))
         raise ResultsError(f"no log could be imported from {paths}: give a {' or '.join(READERS)}")

@@ -280,5 +280,5 @@ def test_what_labels_imported_runs_without_being_said_is_printed(tmp_path, capsy
     given = ["--device-kind", "T4", "--device-memory", "8GiB", "--model", "resnet18"]
     assert main(["import", str(log), "--into", str(tmp_path / "runs"), *given]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("assumed, because logs do not say it: --dataset cifar10 --dtype fp32")
+    assert last.startswith("assumed where a log does not say it: --dataset cifar10 --dtype fp32")
     assert "--model" not in last

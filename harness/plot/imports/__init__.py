@@ -14,7 +14,7 @@ import tyro
 
 from harness.errors import ResultsError
 from harness.measure.places import make_directory
-from harness.plot.imports import deepspeed_log, epochs
+from harness.plot.imports import deepspeed_log, epochs, torchtitan_log
 from harness.plot.imports.runs import ImportFacts, Log, read_text
 
 __all__ = ["READERS", "ImportFacts", "ImportOptions", "import_logs"]
@@ -23,7 +23,11 @@ SUFFIXES = {".csv", ".log", ".txt"}
 Problems = list[tuple[Path, str]]
 
 # The first that matches reads a log.
-READERS = {"per-epoch CSV": epochs.READER, "DeepSpeed step lines": deepspeed_log.READER}
+READERS = {
+    "per-epoch CSV": epochs.READER,
+    "DeepSpeed step lines": deepspeed_log.READER,
+    "torchtitan metric lines": torchtitan_log.READER,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
