@@ -55,7 +55,7 @@ def compile_simulator() -> None:
     )
     profile = Profile(model="one layer", measurements=[time])
     simulator = Simulator(graph, profile, cluster)
-    Trial.from_strategy(simulator, builders.ddp(graph, cluster, 4)).outcome()
+    Trial(simulator, builders.ddp(graph, cluster, 4)).outcome()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ FAULTS = [
     "asynchronous:forward:1",
 ]
 SAID = {
-    "building": "AttributeError: 'NoneType' object has no attribute 'group_of' (failing_engines",
+    "building": "AttributeError: 'NoneType' object has no attribute 'factory' (failing_engines",
     "forward": "KeyError: 'cannot go on' (failing_engines.py:",
     "backward": "ValueError: cannot go back (failing_engines.py:",
 }

@@ -61,7 +61,7 @@ def test_no_prediction_is_preferred_to_the_plan_that_trial_steps_chose():
         graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, known=(known(chosen, fast),)
     )
     best = price(request, fast)
-    assert best.label == "ddp"
+    assert best.label == "tensor parallel"
     raced = replace(request, known=(known(chosen, fast, step_s=12.0, is_raced=True),))
     tried = price(raced, fast)
     assert (tried.label, tried.step_s) == ("searched: chosen", 12.0)
