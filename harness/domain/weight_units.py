@@ -24,6 +24,8 @@ from harness.domain.shard_state import Group
 
 # Of the weights, in a unit of whole segments.
 _LARGEST_SHARE = 1 / 8
+# Operators whose matrices autocast rounds before each use, so that they may travel rounded.
+ROUNDED_KINDS = frozenset(("linear", "conv2d", "attention"))
 
 
 class SharedWeight(NamedTuple):
@@ -35,6 +37,7 @@ class SharedWeight(NamedTuple):
         dtype: a unit has weights of one.
         is_alike: whether all devices use it in the same operators, so that each can wait for it
             there.
+        is_rounded: whether autocast rounds it before each use.
     """
 
     devices: Group
@@ -43,6 +46,7 @@ class SharedWeight(NamedTuple):
     n_bytes: int
     dtype: str = "float32"
     is_alike: bool = True
+    is_rounded: bool = False
 
 
 class Unit(NamedTuple):
@@ -52,6 +56,7 @@ class Unit(NamedTuple):
         operators: positions of all that use one of the weights, ascending.
         weights: places in the list of weights from which units were made.
         is_freed: after each use; only where alike.
+        rounded_bytes: of `n_bytes`, of weights that autocast rounds.
     """
 
     devices: Group
@@ -61,6 +66,7 @@ class Unit(NamedTuple):
     weights: tuple[int, ...]
     is_alike: bool
     is_freed: bool
+    rounded_bytes: int
 
     @property
     def first(self) -> int:
@@ -69,6 +75,12 @@ class Unit(NamedTuple):
     @property
     def last(self) -> int:
         return self.operators[-1]
+
+    def sent_bytes(self, wire_bytes_per_fp32_byte: float) -> int:
+        """Bytes that are gathered: freed weights that autocast rounds travel in its dtype. Others
+        do not, because the optimizer updates a part of each in place."""
+        saved = self.rounded_bytes * (1 - wire_bytes_per_fp32_byte) * self.is_freed
+        return self.n_bytes - round(saved)
 
 
 def plan_units(
@@ -120,6 +132,7 @@ def plan_units(
                     weights=tuple(members),
                     is_alike=shared.is_alike,
                     is_freed=is_freeing and shared.is_alike,
+                    rounded_bytes=sum(weights[k].n_bytes for k in members if weights[k].is_rounded),
                 )
             )
     return sorted(units, key=lambda unit: (unit.first, unit.devices, unit.is_alike))

@@ -18,12 +18,13 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.shard_state import ShardState, shards_parameters
 from harness.domain.strategy import OperatorPlan
-from harness.domain.weight_units import unit_ends
+from harness.domain.weight_units import ROUNDED_KINDS, unit_ends
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.activations import find_segments, gradients_passed, received_bytes
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import bucket_memory
 from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.tables import Tables
 from harness.plan.simulate.transfers import Floats, Ints
 
 
@@ -37,6 +38,7 @@ class GroupCosts(NamedTuple):
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
             and of several.
+        gathered_bytes: of its weights, as they travel where they are gathered before each use.
         output_bytes: of the output, as it is sent.
         leaves: whether the output is read after its segment.
         segment: number of the segment, which runs without waiting for the group.
@@ -54,6 +56,7 @@ class GroupCosts(NamedTuple):
     again_s: Floats
     backward_s: Floats
     weight_bytes: Floats
+    gathered_bytes: Floats
     fed_bytes: Floats
     alone_bytes: Floats
     kept_bytes: Floats
@@ -127,6 +130,7 @@ class Group:
             tables.forward_s[placed].max(axis=1),
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
+            (tables.weight_bytes[placed].T * self._gathered_shares(tables, placed)).max(axis=0),
             tables.fed_bytes[placed].max(axis=1),
             tables.buckets().alone[placed].max(axis=1),
             kept[placed].max(axis=1),
@@ -145,6 +149,13 @@ class Group:
                 for ops in tables.tied.values()
             ],
         )
+
+    def _gathered_shares(self, tables: Tables, placed: list[int]) -> list[float]:
+        """By operator, bytes that travel per byte of weights that are gathered before each use."""
+        operators, wire = self._graph.operators, self._simulator.options.wire_bytes_per_fp32_byte
+        tied = {op: members for members in tables.tied.values() for op in members}
+        kinds = [{operators[user].kind for user in tied.get(op, (op,))} for op in placed]
+        return [wire if own <= ROUNDED_KINDS else 1.0 for own in kinds]
 
     def _sent_bytes(
         self, op: int, readers: list[int], plans: dict[int, OperatorPlan], samples: int

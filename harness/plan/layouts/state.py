@@ -180,7 +180,8 @@ def _waits(
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = rings.part("all_gather", n_bytes)
+        gathered = np.add.reduceat(costs.gathered_bytes[begin:end], starts)
+        gather_s = rings.part("all_gather", gathered)
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
         *sum_s, last_s = rings.part("reduce_scatter", sent) * options.overlap

@@ -60,7 +60,8 @@ def reduction_columns(
         for total in tables.edge_rows().sums
     ]
     priced += _buckets(simulator, buckets, shard_state)
-    priced += (_part(network, "all_gather", unit.devices, unit.n_bytes) for unit in gathered)
+    wire = simulator.options.wire_bytes_per_fp32_byte
+    priced += (_part(network, "all_gather", u.devices, u.sent_bytes(wire)) for u in gathered)
     pairs = [(r, one.share * seconds) for one in priced for r, seconds in one.price.occupied]
     return {
         "reduce_seconds": np.array([one.price.duration_s * one.share for one in priced]),

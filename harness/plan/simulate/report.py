@@ -130,7 +130,8 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
         unit = lowered.gathered[number - len(lowered.buckets.groups)]
         group, members = unit.devices, list(unit.operators)
         share = _gather_share(simulation, unit.devices)
-        kind, n_bytes = "all-gather", float(unit.n_bytes)
+        wire = simulation.simulator.options.wire_bytes_per_fp32_byte
+        kind, n_bytes = "all-gather", float(unit.sent_bytes(wire))
     else:
         group, members = lowered.buckets.groups[number], lowered.buckets.members[number]
         kind, n_bytes, share = _bucket_sum(simulation, number)
@@ -363,7 +364,9 @@ def _network_lines(simulation: Simulation) -> list[str]:
     units, first = out.lowered.gathered, dict[tuple[int, ...], tuple[int, ...]]()
     for unit in units:  # nodes that gather apart count once
         first.setdefault(unit.operators, unit.devices)
-    gathered = sum(unit.n_bytes for unit in units if unit.devices == first[unit.operators])
+    wire = simulation.simulator.options.wire_bytes_per_fp32_byte
+    once = (unit for unit in units if unit.devices == first[unit.operators])
+    gathered = sum(unit.sent_bytes(wire) for unit in once)
     if gathered:
         lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines

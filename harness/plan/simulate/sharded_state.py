@@ -20,6 +20,7 @@ from harness.domain.checkpoints import segment_numbers
 from harness.domain.graph import Graph, Operator
 from harness.domain.shard_state import SHARD_STATES, Group, ShardState, shards_in_nodes
 from harness.domain.weight_units import (
+    ROUNDED_KINDS,
     SharedWeight,
     Unit,
     plan_units,
@@ -191,8 +192,9 @@ def shared_weights(tables: Tables, flow: Flow, sharing: Sharing) -> list[SharedW
         if any(tables.slices[user] != slices for user in operators):
             continue
         stages = frozenset(flow.stage_of[list(operators)].tolist())
+        kinds = {tables.costs.graph.operators[user].kind for user in operators}
         weights += [
-            SharedWeight(group, operators, stages, n_bytes)
+            SharedWeight(group, operators, stages, n_bytes, is_rounded=kinds <= ROUNDED_KINDS)
             for n_bytes, group in shared_slices(slices, sharing)
             if len(group) > 1
         ]

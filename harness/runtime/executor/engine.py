@@ -15,7 +15,7 @@ from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
-from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.precision import NARROW_DTYPES, Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_copies
@@ -141,7 +141,7 @@ class ExecutorEngine:
         prefix.park(self.weights, self.holders)
         self.is_cache_read = any(map(prefix.is_read, programs.values()))
         self.weights.allocate()
-        freed = [piece for unit, pieces in units if unit.is_freed for piece in pieces]
+        freed = [piece for unit, pieces, _ in units if unit.is_freed for piece in pieces]
         holders = self.holders.within(replicas.own)
         self.owners = Owners(holders, self.weights, replicas, world.rank, freed)
         self.model, self.replica = self.owners.module(self.weights), replicas.own
@@ -166,6 +166,7 @@ class ExecutorEngine:
             world,
             self._phases,
             is_ahead=replicas.n == 1,
+            rounded=NARROW_DTYPES.get(options.dtype),
         )
         self._sync = make_sync(
             strategy, programs, self.weights, holders, self.owners, gradient_groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from harness.domain.shard_state import Group
@@ -11,7 +12,12 @@ from harness.runtime.executor.cache.boundary import check_rows
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.sharded.replicas import Replicas
-from harness.runtime.executor.sharded.units import UnitPlan, find_units, warn_if_unsharded
+from harness.runtime.executor.sharded.units import (
+    UnitPlan,
+    find_units,
+    rounds_slice,
+    warn_if_unsharded,
+)
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.messages import Message, find_messages, shared_sums
@@ -60,7 +66,8 @@ def lower_strategy(
         ends = {ends for form in forms for ends in form.layout.exchanges()}
         replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
     recomputed_at = forms[0].recomputed_at
-    units = find_units(holders, strategy, replicas, options.bucket_bytes, recomputed_at)
+    is_rounded = partial(rounds_slice, captured, holders)
+    units = find_units(holders, strategy, replicas, options.bucket_bytes, recomputed_at, is_rounded)
     for form in forms:
         form.find_units([plan.unit for plan in units])
     if world.is_first:

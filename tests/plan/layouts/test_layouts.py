@@ -91,7 +91,8 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(s
 
 @pytest.mark.parametrize("n_nodes", [1, 4])
 @pytest.mark.parametrize("state", SHARD_STATES[:4])
-def test_measured_collectives_are_read_as_by_the_simulator(state, n_nodes):
+@pytest.mark.parametrize("wire", [1.0, 0.5])
+def test_measured_collectives_are_read_as_by_the_simulator(wire, state, n_nodes):
     graph, profile = chain()
     where = Cluster.uniform(
         n_nodes, 4 // n_nodes, inside_bytes_per_s=8e9, between_bytes_per_s=2e9,
@@ -106,7 +107,9 @@ def test_measured_collectives_are_read_as_by_the_simulator(state, n_nodes):
         for n in (10**4, 10**8)
     ]
     where = replace(where, collectives=points)
-    options = SimulatorOptions(bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10)
+    options = SimulatorOptions(
+        bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10, wire_bytes_per_fp32_byte=wire
+    )
     search = LayoutSearch(graph, profile, where, BATCH, options, limit_bytes=0, shard_state=state)
     simulator = Simulator(graph, profile, where, options=options)
     for choice in search.choices():

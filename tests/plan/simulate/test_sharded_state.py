@@ -189,6 +189,18 @@ def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
     assert "per step 200 B of parameters are gathered before use" in explain(found)
 
 
+def test_weights_that_autocast_rounds_are_gathered_in_its_dtype():
+    def gathers(shard_state, wire):
+        options = SimulatorOptions(bucket_bytes=1, wire_bytes_per_fp32_byte=wire)
+        found = simulate_chain(BY_SAMPLES, BY_SAMPLES, options=options, shard_state=shard_state)
+        spans = (event.span for event in events(found) if event.ranks == (0, 1))
+        return [(span.n_bytes, span.duration_s) for span in spans if "gather" in span.label]
+
+    whole = gathers("parameters", 1.0)
+    assert gathers("parameters", 0.5) == [(n / 2, each_s / 2) for n, each_s in whole]
+    assert gathers("optimizer", 0.5) == gathers("optimizer", 1.0)
+
+
 def test_gathers_of_groups_that_share_an_interface_take_longer():
     network = Network(Cluster.uniform(2, 2, inside_bytes_per_s=1e3, memory_bytes=1))
     one = gather_seconds(network, {(0, 2): 1000}, np.zeros(4))

@@ -196,6 +196,17 @@ def kept_bytes(case: Case, world: World) -> Kept:
     )
 
 
+def train_unrounded(case: Case, world: World) -> Trace:
+    """Train a case whose sharded weights travel in their own dtype."""
+    with mock.patch("harness.runtime.executor.sharded.units.ROUNDED_KINDS", frozenset()):
+        return train_by_strategy(case, world)
+
+
+def gathered_bytes(case: Case, world: World) -> int:
+    """Of all freed units, sent once."""
+    return sum(unit.n_bytes for unit in make_engine(case, world).gathers._freed.values())
+
+
 def sharded(case: Case, shard_state: str) -> Case:
     """The case with another shard_state."""
     strategy = msgspec.structs.replace(case.strategy, shard_state=shard_state)

@@ -9,6 +9,7 @@ from equivalence_cases import random_case
 from equivalence_check import assert_equal, reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_exchanges import (
+    gathered_bytes,
     joined_parameters,
     kept_bytes,
     norms_case,
@@ -19,12 +20,19 @@ from equivalence_exchanges import (
     sharded,
     third_branch_copied,
     train_joined_on_rank_1,
+    train_unrounded,
 )
 from equivalence_models import described, small_graph
 from equivalence_named import case_of, make_case
 from equivalence_ranks import local_world
 from equivalence_reference import train_alone
-from equivalence_training import make_engine, merged, train_in_fp16, train_in_pairs
+from equivalence_training import (
+    make_engine,
+    merged,
+    train_by_strategy,
+    train_in_fp16,
+    train_in_pairs,
+)
 from torch import nn
 
 from harness.domain.partition import REPLICA, SAMPLE
@@ -200,6 +208,26 @@ def test_segments_that_run_again_are_not_cut_for_their_units(case, ranks):
         again = sharded(msgspec.structs.replace(case, strategy=strategy), "parameters")
         found += [kept.n_units for kept in ranks.run(2, kept_bytes, again)]
     assert (whole, cut) == ([9, 9], [6, 6])
+
+
+@pytest.mark.parametrize(
+    ("model", "n_ranks", "most"),
+    [
+        ("mlp", 2, 0.55),
+        ("resnet18", 2, 0.55),
+        ("vit", 4, 0.7),  # between nodes, then within them
+        ("gpt2", 2, 0.95),  # its embedding is tied, and most of its weights
+    ],
+)
+def test_weights_that_autocast_rounds_travel_in_16_bits(model, n_ranks, most, ranks):
+    case = sharded(make_case(model, "ddp", n_ranks, dtype="bfloat16"), "parameters")
+    single = msgspec.structs.replace(case, dtype="float32")
+    rounded, whole = (ranks.run(n_ranks, gathered_bytes, each)[0] for each in (case, single))
+    assert 0.5 * whole <= rounded < most * whole
+    found, expected = (
+        merged(ranks.run(n_ranks, train, case)) for train in (train_by_strategy, train_unrounded)
+    )
+    assert first_beyond(found, expected, 0.0) is None
 
 
 def test_a_step_that_overflows_changes_no_weights_in_parts(case, ranks):

@@ -51,7 +51,7 @@ def test_units_are_equal_in_simulator_and_executor(index):
         world = local_world(0, case.n_ranks)
         units = lower_strategy(captured, meta, plan_of(case), world, options).units
         executed = {
-            (unit.devices, unit.operators, unit.n_bytes) for unit, _ in units if unit.is_alike
+            (unit.devices, unit.operators, unit.n_bytes) for unit, _, _ in units if unit.is_alike
         }
         assert simulated(captured.graph, strategy, case.n_ranks, bucket_bytes) == executed
 
@@ -70,5 +70,5 @@ def test_a_unit_has_weights_of_one_dtype():
             holders.add([WeightSlice.whole(name, tensor)], Use(device, 0, position))
     strategy = Strategy(name="s", batch=2, operators={}, shard_state="optimizer")
     replicas = Replicas(strategy, local_world(0, 2))
-    found = find_units(holders, strategy, replicas, 1 << 20, {})
+    found = find_units(holders, strategy, replicas, 1 << 20, {}, lambda piece: False)
     assert [[piece.name for piece in plan.pieces] for plan in found] == [["0"], ["1"]]

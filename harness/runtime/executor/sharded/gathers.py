@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from harness.domain.schedule import Action
@@ -79,6 +80,7 @@ class WeightGathers:
     Args:
         plans: all units, equal on all ranks.
         groups: process groups by their devices.
+        rounded: dtype of autocast; None without it.
 
     Attributes:
         is_ahead: updated units are gathered beside the next forward, equally on all ranks.
@@ -97,11 +99,12 @@ class WeightGathers:
         phases: Phases,
         *,
         is_ahead: bool,
+        rounded: torch.dtype | None,
     ) -> None:
         self.is_ahead = is_ahead
         slices = {one.piece: one for one in owners.shared}
         units = {
-            number: WeightUnit(number, plan, slices, groups[plan.unit.devices], world)
+            number: WeightUnit(number, plan, slices, groups[plan.unit.devices], world, rounded)
             for number, plan in enumerate(plans)
             if world.rank in plan.unit.devices
         }

@@ -10,16 +10,17 @@ Between nodes a part goes to one device of each node, which sends it to the othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.domain.shard_state import Group, equal_nodes, shards_parameters
 from harness.domain.strategy import Strategy
-from harness.domain.weight_units import SharedWeight, Unit, plan_units
+from harness.domain.weight_units import ROUNDED_KINDS, SharedWeight, Unit, plan_units
+from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
@@ -34,10 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 class UnitPlan(NamedTuple):
-    """A unit with its slices; equal on all ranks."""
+    """A unit with its slices, and whether autocast rounds each; equal on all ranks."""
 
     unit: Unit
     pieces: tuple[WeightSlice, ...]
+    are_rounded: tuple[bool, ...]
 
 
 def find_units(
@@ -46,11 +48,13 @@ def find_units(
     replicas: Replicas,
     unit_bytes: int,
     segments: Mapping[int, int],
+    is_rounded: Callable[[WeightSlice], bool],
 ) -> list[UnitPlan]:
     """The units of the trained slices that several ranks share, in the order of their first use.
 
     Args:
         unit_bytes, segments: see `weight_units.plan_units`.
+        is_rounded: whether autocast rounds a slice before each use (`rounds_slice`).
     """
     if strategy.shard_state == "none":
         return []
@@ -68,6 +72,7 @@ def find_units(
                         n_bytes=holders.n_bytes(piece),
                         dtype=str(holders.dtype(piece)),
                         is_alike=holders.is_used_alike(piece),
+                        is_rounded=is_rounded(piece),
                     )
                 )
     units = plan_units(
@@ -77,7 +82,26 @@ def find_units(
         recomputes=[stage.recompute for stage in strategy.stages],
         is_freeing=shards_parameters(strategy.shard_state),
     )
-    return [UnitPlan(unit, tuple(pieces[k] for k in unit.weights)) for unit in units]
+    return [
+        UnitPlan(
+            unit,
+            tuple(pieces[k] for k in unit.weights),
+            tuple(weights[k].is_rounded for k in unit.weights),
+        )
+        for unit in units
+    ]
+
+
+def rounds_slice(captured: Captured, holders: Holders, piece: WeightSlice) -> bool:
+    """Whether autocast rounds a slice before each use. It rounds the matrices of products, but
+    neither biases, which may be added to a sum that is not rounded, nor an attention's tables of
+    relative positions."""
+    if len(piece.intervals) < 2 or holders.dtype(piece) != torch.float32:
+        return False
+    kinds = {captured.graph.operators[use.position].kind for use in holders.uses(piece)}
+    owner = captured.module.get_submodule(piece.name.rpartition(".")[0])
+    is_product = "attention" not in kinds or isinstance(owner, nn.Linear | nn.MultiheadAttention)
+    return kinds <= ROUNDED_KINDS and is_product
 
 
 def warn_if_unsharded(holders: Holders, strategy: Strategy, replicas: Replicas) -> None:
@@ -120,14 +144,35 @@ def plan_exchanges(devices: Group, rank: int, node_of: Sequence[object]) -> list
     ]
 
 
+def _messages(
+    slices: Sequence[SharedSlice], dtypes: Sequence[torch.dtype]
+) -> list[tuple[list[SharedSlice], torch.dtype]]:
+    """The slices of each message between two holders, and its dtype: large ones alone, small ones
+    of one dtype together."""
+    large: list[tuple[list[SharedSlice], torch.dtype]] = []
+    small: dict[torch.dtype, list[SharedSlice]] = {}
+    for shared, dtype in zip(slices, dtypes, strict=True):
+        if shared.parameter.nbytes >= LARGEST_JOINED_BYTES:
+            large.append(([shared], dtype))
+        else:
+            small.setdefault(dtype, []).append(shared)
+    return large + [(joined, dtype) for dtype, joined in small.items()]
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
 class WeightUnit:
     """One unit on a rank that holds it.
 
     Args:
         number: among all units, equal on all ranks.
         group: process group of its devices.
+        rounded: dtype of autocast, in which freed weights travel that it rounds; None without it.
 
     Attributes:
+        n_bytes: that are gathered.
         memory: of each slice, and its full size.
         is_live: whether its slices have memory, or will when `finish` returns.
     """
@@ -139,18 +184,24 @@ class WeightUnit:
         slices: Mapping[WeightSlice, SharedSlice],
         group: Any,
         world: World,
+        rounded: torch.dtype | None,
     ) -> None:
         self.number, self.plan = number, plan.unit
         self._slices = [slices[piece] for piece in plan.pieces]
-        sizes = [shared.parameter.nbytes for shared in self._slices]
-        sized = list(zip(self._slices, sizes, strict=True))
-        self._large = [shared for shared, size in sized if size >= LARGEST_JOINED_BYTES]
-        self._small = [shared for shared, size in sized if size < LARGEST_JOINED_BYTES]
+        self._dtypes = [
+            rounded if rounded and is_rounded and self.plan.is_freed else shared.parameter.dtype
+            for shared, is_rounded in zip(self._slices, plan.are_rounded, strict=True)
+        ]
+        self._messages = _messages(self._slices, self._dtypes)
         self._group, self._world = group, world
         self._here = self.plan.devices.index(world.rank)
         self._planned = plan_exchanges(self.plan.devices, world.rank, world.hostnames)
-        self.n_bytes = sum(sizes)
-        self.memory = [(shared.parameter.untyped_storage(), size) for shared, size in sized]
+        parameters = [shared.parameter for shared in self._slices]
+        self.n_bytes = sum(
+            each.numel() * dtype.itemsize
+            for each, dtype in zip(parameters, self._dtypes, strict=True)
+        )
+        self.memory = [(each.untyped_storage(), each.nbytes) for each in parameters]
         self.is_live = not self.plan.is_freed
         self._left: list[list[Exchange]] = []
         self._works: list[Any] = []
@@ -169,15 +220,13 @@ class WeightUnit:
             for storage, n_bytes in self.memory:
                 storage.resize_(n_bytes)
         self.is_live = True
-        for shared in self._slices:
+        for shared, dtype in zip(self._slices, self._dtypes, strict=True):
             if self.plan.is_freed and shared.own is not None:
-                shared.rows(self._here).copy_(flat(shared.own.data))
-        outgoing = [shared.rows(self._here) for shared in self._large]
-        if self._small:
-            outgoing.append(torch.cat([shared.rows(self._here) for shared in self._small]))
+                shared.rows(self._here).copy_(flat(shared.own.data).to(dtype))
         if is_muted:
             return
-        self._parts = {self._here: [tensor.to(self._world.wire) for tensor in outgoing]}
+        own = [_joined(rows).to(self._world.wire, dtype) for rows, dtype in self._rows(self._here)]
+        self._parts = {self._here: own}
         self._left = list(self._planned)
         self._exchange()
         while self._left and self._world.backend == "nccl":
@@ -193,9 +242,7 @@ class WeightUnit:
                         dist.P2POp(dist.isend, tensor, rank, self._group, self.number)
                     )
             for number in received:
-                incoming = [[shared.rows(number)] for shared in self._large]
-                incoming += [[shared.rows(number) for shared in self._small]] if self._small else []
-                self._parts[number] = [self._buffer(rows) for rows in incoming]
+                self._parts[number] = [self._buffer(*each) for each in self._rows(number)]
                 operations += [
                     dist.P2POp(dist.irecv, buffer, rank, self._group, self.number)
                     for buffer in self._parts[number]
@@ -203,12 +250,17 @@ class WeightUnit:
                 ]
         self._works += start_messages(operations)
 
-    def _buffer(self, rows: list[Tensor]) -> Tensor:
+    def _rows(self, holder: int) -> list[tuple[list[Tensor], torch.dtype]]:
+        """A holder's part of each message, with the dtype in which it travels."""
+        return [([each.rows(holder) for each in slices], d) for slices, d in self._messages]
+
+    def _buffer(self, rows: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Memory to receive rows in: their own if possible."""
-        if len(rows) == 1 and self._world.wire == self._world.device:
+        is_own = self._world.wire == self._world.device and rows[0].dtype == dtype
+        if len(rows) == 1 and is_own:
             return rows[0]
         n = sum(each.numel() for each in rows)
-        buffer = torch.empty(n, dtype=rows[0].dtype, device=self._world.wire)
+        buffer = torch.empty(n, dtype=dtype, device=self._world.wire)
         self._received.append((buffer, rows))
         return buffer
 
