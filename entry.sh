@@ -134,5 +134,6 @@ if [[ -v PMIX_INSTALL_PREFIX ]]; then
     export OPAL_PREFIX=${OPAL_PREFIX:-$PMIX_INSTALL_PREFIX}
 fi
 
-# The agent starts the rank's program and watches over it.
-exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" -m harness "$@"
+# The agent starts the rank's program (of this checkout, whatever the current directory holds) and
+# watches over it.
+exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" -P -m harness "$@"

@@ -140,3 +140,10 @@ def test_a_link_to_it_starts_the_program_of_the_checkout(tmp_path):
     done = completed(tmp_path / "entry.sh", "--help", cwd=tmp_path, HARNESS_VENV=sys.prefix)
     assert done.returncode == 0, done.stderr
     assert "workloads:" in done.stdout
+
+
+def test_a_package_of_its_name_in_the_current_directory_is_not_started(tmp_path):
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness/__init__.py").write_text("raise SystemExit('another package')")
+    done = completed(ROOT / "entry.sh", "--help", cwd=tmp_path, HARNESS_VENV=sys.prefix)
+    assert done.returncode == 0, done.stderr

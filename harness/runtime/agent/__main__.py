@@ -32,7 +32,7 @@ def _start(argv: list[str], channel_fd: int) -> int:
             os._exit(1)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-        if argv[1:3] == ["-m", "harness"]:  # which unblocks it when it can end in one line
+        if argv[1:4] == ["-P", "-m", "harness"]:  # which unblocks it when it can end in one line
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.set_inheritable(channel_fd, True)
         os.execvpe(argv[0], argv, {**os.environ, CHANNEL_VARIABLE: str(channel_fd)})
