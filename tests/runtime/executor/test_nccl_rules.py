@@ -98,9 +98,10 @@ def pipeline(shard_state="none", **changes):
         partial(pipeline, is_asynchronous=True, optimizer="adamw"),
         partial(pipeline, dtype="float32"),
         partial(pipeline, "parameters", dtype="float32"),
+        partial(pipeline, "parameters", dtype="bfloat16"),
         partial(any_case, 11, 26),
     ],
-    ids=["asynchronous", "rounded sums", "gathered weights", "pieces of integers"],
+    ids=["asynchronous", "rounded sums", "gathered weights", "rounded weights", "integers"],
 )
 def test_no_kernel_is_loaded_beside_receives(make, ranks):
     case = make()

@@ -223,9 +223,9 @@ class WeightUnit:
         for shared, dtype in zip(self._slices, self._dtypes, strict=True):
             if self.plan.is_freed and shared.own is not None:
                 shared.rows(self._here).copy_(flat(shared.own.data).to(dtype))
+        own = [_joined(rows).to(self._world.wire, dtype) for rows, dtype in self._rows(self._here)]
         if is_muted:
             return
-        own = [_joined(rows).to(self._world.wire, dtype) for rows, dtype in self._rows(self._here)]
         self._parts = {self._here: own}
         self._left = list(self._planned)
         self._exchange()
