@@ -179,6 +179,8 @@ def _read(log: Log) -> list[ImportedRun]:
     by_rank: dict[int, list[TitanLine]] = {}
     for line in _lines(log.text):
         by_rank.setdefault(line.rank, []).append(line)
+    if not by_rank:
+        raise ResultsError(f"{log.path} has lines of ranks above {_MOST_RANKS - 1} alone")
     config, n_ranks = _configuration(log, 1 + max(by_rank))
     origin, end_s = extent_of([(line.at, 0.0) for lines in by_rank.values() for line in lines])
     skipped: list[tuple[int, str]] = []

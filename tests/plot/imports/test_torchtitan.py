@@ -66,6 +66,7 @@ def test_lines_become_steps_and_the_header_has_what_the_log_names(tmp_path):
         (log(metrics(1, "02,000"), metrics(2, "03,000"), set_up=SET_UP[:4]), "from its beginning"),
         (log(metrics(1, "02,000")), "no two metric lines of rank 0 with times"),
         (log("no metric line"), "torchtitan metric lines"),
+        (log(metrics(1, "02,000", rank=99999)), "lines of ranks above 16383 alone"),
     ],
 )
 def test_a_log_that_makes_no_run_is_refused(tmp_path, text, reason):
