@@ -1,5 +1,5 @@
-"""`python -m harness.plot results/` draws figures and a report; `import` reads logs of other
-programs; `trace` writes one run for Perfetto."""
+"""`python -m harness.plot results/` draws figures and a report; `compare` compares two results
+directories; `import` reads logs of other programs; `trace` writes one run for Perfetto."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ EXIT_CODES = """exit codes:
   0  every figure that has data is drawn; stderr names unusable runs, files and lines
   1  a figure could not be drawn from its data
   2  no figure could be drawn"""
+COMPARE_EXIT_CODES = """exit codes:
+  0  no measurement is slower
+  1  a measurement is slower by 10 % or more, or fails
+  2  the directories cannot be compared"""
 MAX_LISTED = 20
 MAX_ANSWERS = 3
 FAILED = 1
@@ -37,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m harness.plot",
         description="Draw figures and one self-contained HTML report from a results directory.\n"
         "The report begins with the fastest strategy, the verdicts and the warnings.\n\n"
+        "python -m harness.plot compare --help  what became slower between two directories\n"
         "python -m harness.plot import --help   logs of other programs\n"
         "python -m harness.plot trace --help    a trace of one run for Perfetto",
         epilog=f"figures:\n{figures}\n{EXIT_CODES}",
@@ -76,6 +81,23 @@ def _trace_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, help="file to write (default: plots/<run>.trace.json)"
     )
+    return parser
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m harness.plot compare",
+        description="Compare two results directories: which devices, links, collectives and\n"
+        "trainings became slower or faster, and which versions and settings differ.",
+        epilog=COMPARE_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path, help="results directory, or one run's directory")
+    parser.add_argument("after", type=Path, help="the same, measured later")
+    parser.add_argument(
+        "--all", action="store_true", help="list measurements that are the same or unclear, too"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all pairs")
     return parser
 
 
@@ -221,6 +243,15 @@ def _trace(args: argparse.Namespace) -> None:
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from harness.plot.compare import as_json, as_text, compare
+
+    found = compare(args.before, args.after)
+    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in found.problems])
+    print(as_json(found) if args.json else as_text(found, is_whole=args.all))
+    return FAILED if found.is_worse else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -228,6 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         if words[:1] == ["import"]:
             _import(words[1:])
+        elif words[:1] == ["compare"]:
+            return _compare(_compare_parser().parse_args(words[1:]))
         elif words[:1] == ["trace"]:
             _trace(_trace_parser().parse_args(words[1:]))
         else:

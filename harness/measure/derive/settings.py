@@ -32,7 +32,8 @@ BETWEEN_STEPS = frozenset({
     *_CONTINUING, "steps", "epochs", "first_step", "until", "evaluate", "no_sync_steps",
     "save_every", "save_model", "save_sharded",
 })  # fmt: skip
-_UNTELLING = (*_CONTINUING, "source", "samples_per_epoch", "repeats", "results", "run_name")
+# Settings that tell where a run's files are, or how many runs there are.
+UNTELLING = (*_CONTINUING, "source", "samples_per_epoch", "repeats", "results", "run_name")
 _MOST_TELLING = 3
 
 
@@ -55,7 +56,7 @@ def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]
     return {
         name: value
         for name, value in run.header.config.items()
-        if name not in left_out and not _is_off(value)
+        if name not in left_out and not is_off(value)
     }
 
 
@@ -80,12 +81,12 @@ def _scalars(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in config.items():
         if isinstance(value, dict):
             flat |= _scalars(value, f"{prefix}{name}.")
-        elif name not in _UNTELLING and not _is_off(value):
+        elif name not in UNTELLING and not is_off(value):
             flat[f"{prefix}{name}"] = value
     return flat
 
 
-def _is_off(value: Any) -> bool:
+def is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", [])
 
 
