@@ -211,6 +211,7 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
         ("change_predicted_s", "change_build_s", "change_step_predicted_s", "cache_received_bytes"),
         _CHANGE,
     ),
+    "kernel_s": {"name": TEXT},
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

@@ -30,7 +30,7 @@ _CONTINUING = ("continues", "load_state", "asked_strategy")
 # a step.
 BETWEEN_STEPS = frozenset({
     *_CONTINUING, "steps", "epochs", "first_step", "until", "evaluate", "no_sync_steps",
-    "save_every", "save_model", "save_sharded",
+    "profiler_steps", "save_every", "save_model", "save_sharded",
 })  # fmt: skip
 # Settings that tell where a run's files are, or how many runs there are.
 UNTELLING = (*_CONTINUING, "source", "samples_per_epoch", "repeats", "results", "run_name")

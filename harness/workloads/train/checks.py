@@ -65,8 +65,8 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 _AT_LEAST = {
     **dict.fromkeys((
-        "warm_up", "no_sync_steps", "n_workers", "momentum", "outer_momentum", "weight_decay",
-        "lr_warm_up", "cache_memory", "seed",
+        "warm_up", "no_sync_steps", "profiler_steps", "n_workers", "momentum", "outer_momentum",
+        "weight_decay", "lr_warm_up", "cache_memory", "seed",
     ), 0),
     **dict.fromkeys((
         "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
@@ -188,6 +188,11 @@ def check_case(case: TrainCase) -> None:
             "and pipeline balance by the profile, and degrees take shares=2-1"
         )
 
+    if case.profiler_steps and case.is_elastic:
+        raise ConfigError(
+            f"--profiler-steps {case.profiler_steps} is for one strategy, "
+            f"{flag(case.elastic_flags[0])} may change it: drop one of them"
+        )
     _check_average(case)
     _check_compiled(case)
 

@@ -207,6 +207,10 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     no_sync_steps: int = 5
     """Number of extra steps without communication after verification. They give a second estimate
     of exposed communication, and the time of computing alone. 0 skips them."""
+    profiler_steps: int = 0
+    """Number of extra steps under torch.profiler after verification. Each rank writes their
+    operators and kernels to rank<k>.pt.trace.json.gz in the run's directory on its host, and the
+    longest ones are listed."""
     balance: Literal["equal", "speed"] = "equal"
     """ddp: how a batch is divided among ranks: equally, or in proportion to each rank's speed,
     which is measured before training (executor: taken from the profile). Both compute the gradient

@@ -7,10 +7,13 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
+from harness.domain.record import Sample
+from harness.inputs import one_line
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.settings import unlike_one_device
+from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import change_times, epoch_times, step_times
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
 from harness.measure.derive.training import (
@@ -32,6 +35,7 @@ from harness.units import (
 
 # Memory shown: that of the GPU's allocator, else the process's resident set.
 _MEMORY_KINDS = ("allocated", "rss")
+_MOST_KERNELS = 10
 
 Repeat = tuple[Run, TrainingSummary]
 
@@ -127,9 +131,26 @@ def train_text(runs: list[Run]) -> str:
         _table("run", _COMMUNICATION, [(name, s) for name, s in done if s.communication_s]),
         _table("run", _DEVICE, done),
         _warnings(named),
+        *(_kernels(name, run) for run, (name, _) in zip(runs, named, strict=True)),
         compared_text(runs, summaries),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _kernels(name: str, run: Run) -> str:
+    """The longest kernels of the first rank in the steps of --profiler-steps; empty without."""
+    rank = min(run.ranks, default=0)
+    found = samples_of(run.ranks.get(rank, ()), "kernel_s")[:_MOST_KERNELS]
+    rows = [
+        [one_line(str(sample.labels["name"]), 80), format_duration(sample.value), _calls(sample)]
+        for sample in found
+    ]
+    return columns([f"longest kernels of rank {rank}, {name}", "a step", "calls a step"], rows)
+
+
+def _calls(sample: Sample) -> str:
+    calls = sample.labels.get("calls")
+    return f"{calls:g}" if isinstance(calls, float) else "-"
 
 
 def _over_all_steps(

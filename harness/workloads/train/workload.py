@@ -176,6 +176,17 @@ class TrainLoop:
                 "and begin again without --resume"
             )
 
+    def trace_kernels(self, n_steps: int) -> None:
+        """Train further steps under torch.profiler, of full batches."""
+        if not n_steps:
+            return
+        from harness.workloads.train.kernels import trace_steps
+
+        self._context.flush()
+        engine, share = self.training.engine, self._share(-self._n_warm_up)
+        barrier()
+        trace_steps(lambda: engine.step(self._full_batch, share), n_steps, self._context)
+
     def measure_without_communication(self, n_steps: int) -> None:
         """Time the same steps without communication.
 
@@ -316,6 +327,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     if not is_last:
         return summary | {UNTIL: case.until}
     if changes is None:
+        loop.trace_kernels(case.profiler_steps)
         loop.measure_without_communication(case.no_sync_steps)
     return summary
 

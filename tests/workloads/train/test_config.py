@@ -166,6 +166,7 @@ def test_the_order_is_random_but_equal_on_every_rank():
         ({"sync_every": (8,), "drift": True}, "--drift is for the training of one replica"),
         ({"sync_every": (1, 8), "strategy": ("single", "pp=2")},
          "--sync-every 8 averages replicas, and no run of single pp=2 on 4 ranks has several"),
+        ({"profiler_steps": 3, "drift": True}, "--profiler-steps 3 is for one strategy, --drift"),
         ({"outer_momentum": 0.9}, "--outer-momentum 0.9 is for --sync-every above 1"),
     ],
 )  # fmt: skip

@@ -220,9 +220,13 @@ def test_epochs_are_timed():
 
 
 def test_a_rank_without_samples_is_timed_without_synchronisation_too():
-    _, run = run_on_ranks(run_train, replace(CASE, batch=4, n_samples=1, steps=2), 2)
+    case = replace(CASE, batch=4, n_samples=1, steps=2, profiler_steps=1)
+    _, run = run_on_ranks(run_train, case, 2)
     for records in run.ranks.values():
         assert len(samples_of(records, "no_sync_step_s")) == CASE.no_sync_steps
+        assert len([span for span in spans_of(records) if span.kind == "step"]) == case.steps
+        assert samples_of(records, "kernel_s")
+    assert "longest kernels of rank 0" in train_text([run])
 
 
 @pytest.mark.parametrize("mode", ["local", "global", "frozen"])
