@@ -106,7 +106,8 @@ class Network:
         self._nodes = cluster.node_of()
         self.node_of: Ints = np.array(self._nodes, dtype=np.int64)
         rates = [node.nic_bytes_per_s for node in cluster.nodes]
-        self.nic: Floats = np.array([np.inf if rate is None else rate for rate in rates])
+        limits = [np.inf if rate is None else rate for rate in rates]
+        self.nic: Floats = np.array(limits, dtype=np.float64)
         self.latency_s: Floats = np.zeros((n, n))
         self.bandwidth: Floats = np.full((n, n), np.nan)
         position = {name: i for i, name in enumerate(self.names)}

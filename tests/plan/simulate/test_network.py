@@ -328,3 +328,12 @@ def test_tensor_parallelism_cuts_by_positions_where_heads_are_too_few(key_featur
     strategy = tensor_parallel(graph, cluster_of(4), 1)
     assert strategy.operators["a"] == OperatorPlan({"seq": 4}, [0, 1, 2, 3], keys=keys)
     assert tensor_parallel(graph, cluster_of(2), 1).operators["a"].partition == {"heads": 2}
+
+
+def test_bandwidths_of_interfaces_may_be_whole_numbers_beside_a_node_without_a_limit():
+    nodes = Cluster.uniform(2, 1, inside_bytes_per_s=10, memory_bytes=MB).nodes
+    for limits in ((10, 20), (10, None)):
+        given = zip(nodes, limits, strict=True)
+        own = [msgspec.structs.replace(node, nic_bytes_per_s=limit) for node, limit in given]
+        rate = Network(Cluster(nodes=own)).rate(0, 1)
+        assert rate == 10.0
