@@ -22,6 +22,7 @@ CLUSTER_FILE = "cluster.json"
 ANY_KIND = "device"  # of devices whose model nobody says
 
 _MOST_LISTED = 512  # devices
+_MOST_LATENCY_S = 10.0  # of a link; more is a number of milliseconds or microseconds
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,9 +248,11 @@ def _check_links(links: list[Link], names: list[str]) -> None:
                 f"link {link.source} -> {link.target} is there twice: keep one; a link has one way"
             )
         seen.add(ends)
-        if not is_positive(link.bandwidth_bytes_per_s) or not is_amount(link.latency_s, MOST_S):
+        if not is_positive(link.bandwidth_bytes_per_s) or not is_amount(
+            link.latency_s, _MOST_LATENCY_S
+        ):
             raise ClusterError(
                 f"link {link.source} -> {link.target} has latency {link.latency_s} s and "
                 f"bandwidth {link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and "
-                "bandwidth > 0, at most 1e10 and 1e30"
+                f"bandwidth > 0, at most {_MOST_LATENCY_S:g} s and 1e30 B/s"
             )

@@ -51,6 +51,11 @@ def test_a_uniform_cluster_has_every_ordered_pair():
             [Link(source="a:0", target="a:1", latency_s=-1, bandwidth_bytes_per_s=1)],
             "latency must be >= 0",
         ),
+        (
+            [Node(name="a", devices=[device(), device("a:1")])],
+            [Link(source="a:0", target="a:1", latency_s=50, bandwidth_bytes_per_s=1)],
+            "has latency 50 s and .* at most 10 s",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(nodes, links, message):
