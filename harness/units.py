@@ -19,6 +19,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, 
 _MOST_BYTES = 2.0**60
 _MOST_BYTES_PER_S = 1e18
 _LEAST_MEMORY = 10**6  # of a device; less is a number whose unit was forgotten
+_LEAST_BARE_BANDWIDTH = 1000  # less without a unit is one, too
 
 
 def _split(text: str, quantity: str, example: str) -> tuple[float, str]:
@@ -76,10 +77,16 @@ def parse_bandwidth(text: str) -> float:
     """Read a bandwidth such as `1gbit`, `1Gbps`, `1.25e9`, `1.25GB/s`; returns bytes/s.
 
     Raises:
-        ConfigError: not a bandwidth, above 1e18 bytes/s, or of bits or bytes, as `1Gb/s`.
+        ConfigError: not a bandwidth, above 1e18 bytes/s, of bits or bytes, as `1Gb/s`, or of a
+            unit that was forgotten, as `10`.
     """
     example = "1gbit, 1.25GB/s or 1.25e9 (bytes/s)"
     number, unit = _split(text, "bandwidth", example)
+    if not unit and 0 < number < _LEAST_BARE_BANDWIDTH:
+        raise ConfigError(
+            f"bandwidth {text!r} would be {format_number(number)} bytes/s: write its unit, such as "
+            f"{text.strip()}gbit or {text.strip()}GB/s"
+        )
     name = unit.removesuffix("/s").removesuffix("ps")
     is_bits = name.lower().endswith("bit") or unit.endswith("bps")
     if name.endswith("b") and not is_bits:

@@ -30,7 +30,7 @@ def test_sizes(text, n_bytes):
     ("text", "rate"),
     [
         ("1gbit", 1.25e8), ("100mbit", 1.25e7), ("1.25GB/s", 1.25e9), ("1e10", 1e10), ("8bit", 1.0),
-        ("1Gbps", 1.25e8), ("1GBps", 1e9), ("100 Mbit/s", 1.25e7), ("1GiB/s", 2**30), ("5", 5.0),
+        ("1Gbps", 1.25e8), ("1GBps", 1e9), ("100 Mbit/s", 1.25e7), ("1GiB/s", 2**30), ("5B/s", 5.0),
     ],
 )  # fmt: skip
 def test_bandwidths(text, rate):
@@ -40,6 +40,13 @@ def test_bandwidths(text, rate):
 @pytest.mark.parametrize("text", ["1Gb/s", "10gb/s", "1gb"])
 def test_a_bandwidth_of_bits_or_bytes_is_refused(text):
     with pytest.raises(ConfigError, match="is of bits or of bytes: write it"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize("text", ["10", "1.25", " 400 "])
+def test_a_bandwidth_whose_unit_was_forgotten_is_refused(text):
+    bare = text.strip()
+    with pytest.raises(ConfigError, match=f"would be {bare} bytes/s: .* {bare}gbit or {bare}GB/s"):
         parse_bandwidth(text)
 
 

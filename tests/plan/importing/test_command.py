@@ -106,7 +106,7 @@ def test_an_optimizer_without_a_memory_rate_is_said_to_take_no_time(imported, pr
     words = (words, "--memory 1GB --profile", imported / "timed" / "profile-gpt.json")
     before = printed(*words)
     assert untimed in before.err
-    said = printed("import --memory-bandwidth 100", *files).out
+    said = printed("import --memory-bandwidth 100B/s", *files).out
     assert "assumed: the optimizer reads and writes each of its tensors once" in said
     after = printed(*words)
     assert "optimizer" not in after.err
