@@ -39,6 +39,7 @@ from harness.plan.estimates import (
 from harness.plan.flags import (
     DLRM_BOTTOM,
     DLRM_TOP,
+    bandwidths_of,
     flag_of,
     model_sizes,
     optimizer_of,
@@ -47,7 +48,7 @@ from harness.plan.flags import (
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
-from harness.units import parse_bandwidth, parse_memory
+from harness.units import parse_memory
 
 _ESTIMATES = (FROM_FLOPS, ROOFLINE)
 
@@ -197,6 +198,11 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
         return Cluster.load(args.cluster, is_given=True)
     n_nodes, n_devices = parse_topology(args.topology, COSTS[args.cost].most_devices)
     inside, between = _bandwidths(args)
+    if n_nodes == 1 and between is not None:
+        raise ConfigError(
+            f"--topology {args.topology!r} is one node, and --bandwidth {args.bandwidth} has a "
+            f"BETWEEN, which joins nodes: drop it, or write {n_devices}x1 for {n_devices} nodes"
+        )
     memory = _memory_of(args)
     if memory is None and COSTS[args.cost].needs_memory:
         raise ConfigError("--topology needs --memory BYTES, what each device may use, such as 12GB")
@@ -237,13 +243,7 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
         if "bandwidth" not in COSTS[args.cost].unread:
             raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], such as 1e10,1.25e9")
         return 1.0, None  # nobody reads it
-    values = [parse_bandwidth(part) for part in args.bandwidth.split(",")]
-    if len(values) > 2 or not all(value > 0 for value in values):
-        raise ConfigError(
-            f"--bandwidth {shorten(args.bandwidth)} is not INSIDE[,BETWEEN] above 0: write "
-            "1e10,1.25e9"
-        )
-    return values[0], values[1] if len(values) == 2 else None
+    return bandwidths_of(args.bandwidth)
 
 
 _GRAPHS = ("model", "graph", "dlrm_tables")  # arguments that give a graph
@@ -278,6 +278,7 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
     graph = _graph(args)
     if args.profile is not None:
         return _profile(args, cluster, graph)
+    _refuse_kind(args)
     assert graph is not None
     if args.rates is not None:
         return graph, rated_profile(args.rates, graph, cluster)
@@ -352,6 +353,7 @@ def _profile(
     )  # fmt: skip
     data = read_file(args.profile, "profile", GraphError, is_given=True)
     if _is_json(data):
+        _refuse_kind(args)
         profile = Profile.from_json(data, source=str(args.profile))
         beside = graph_beside(args.profile)
         if graph is None and beside.is_file():
@@ -377,6 +379,15 @@ def _profile(
             "has a backward pass: profile it too, or write what it takes (about twice the forward)"
         )
     return graph, profile
+
+
+def _refuse_kind(args: argparse.Namespace) -> None:
+    """Refuse a kind of device where files have named the kinds of devices and times."""
+    if args.cluster is not None and args.device_kind is not None:
+        raise ConfigError(
+            "--device-kind is of the devices of --topology, or of the times in a graph.txt: the "
+            f"devices of {args.cluster} have their kinds, so drop it"
+        )
 
 
 def _is_json(data: bytes) -> bool:

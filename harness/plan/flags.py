@@ -6,6 +6,7 @@ from pathlib import Path
 from harness.domain.profile import DTYPE_NAMES, OPTIMIZER_STEPS
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
+from harness.units import parse_bandwidth
 
 SHARD_STATE = (
     "state that is sharded, so that each of the n devices that hold a weight keeps 1/n of it. "
@@ -149,8 +150,23 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--device-kind",
         metavar="KIND",
-        help="kind of device of the times in a graph.txt (default: the cluster's first kind)",
+        help="kind of the devices of --topology (default: the profile's first kind), or of the "
+        "times in a graph.txt (default: the cluster's first kind)",
     )
+
+
+def bandwidths_of(text: str) -> tuple[float, float | None]:
+    """Bytes/s of `--bandwidth INSIDE[,BETWEEN]`.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    values = [parse_bandwidth(part) for part in text.split(",")]
+    if len(values) > 2 or not all(value > 0 for value in values):
+        raise ConfigError(
+            f"--bandwidth {shorten(text)} is not INSIDE[,BETWEEN] above 0: write 1e10,1.25e9"
+        )
+    return values[0], values[1] if len(values) == 2 else None
 
 
 def add_optimizer(

@@ -166,8 +166,12 @@ def test_published_costs_refuse_another_batch_than_the_profiled(tmp_path, refuse
         ("--topology 2y2 --bandwidth 1e9", "--topology '2y2' is not NODESxDEVICES"),
         ("--topology 0x2 --bandwidth 1e9", "--topology '0x2' is not NODESxDEVICES"),
         ("--topology 2", "--topology needs --bandwidth"),
-        ("--topology 2 --bandwidth 1,2,3", "is not INSIDE[,BETWEEN]"),
+        ("--topology 2 --bandwidth 1e9,2e9,3e9", "is not INSIDE[,BETWEEN]"),
         ("--topology 2 --bandwidth fast", "'fast' is not a number"),
+        (
+            "--topology 2 --bandwidth 1e9,1e8",
+            "and --bandwidth 1e9,1e8 has a BETWEEN",
+        ),
         ("--topology 2 --bandwidth 1e9 --batch-size 0", "--batch-size 0 must be above 0"),
         ("--topology 2 --bandwidth 1e9 --search-seconds -1", "--search-seconds -1.0 must be"),
         ("--topology 2 --bandwidth 1e9 --memory 1MB", "no plan fits"),

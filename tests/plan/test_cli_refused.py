@@ -83,6 +83,16 @@ def test_a_cost_refuses_what_it_has_no_use_for(flag, refused):
     assert "--cost pipedream has no use for --search-budget" in said
 
 
+def test_a_kind_of_device_is_refused_beside_a_cluster_that_names_its_own(tmp_path, refused):
+    cluster = tmp_path / "cluster.json"
+    cluster.write_bytes(Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30).to_json())
+    model = "--dlrm-tables 8x1000x64 --batch-size 64 --rates 9e12,5e11"
+    said = refused("search", model, "--device-kind T4 --cluster", cluster)
+    assert f"the devices of {cluster} have their kinds, so drop it" in said
+    said = refused("import --device-kind T4 --output x --cluster", cluster)
+    assert "--device-kind is of --topology or --operators or --layer-times" in said
+
+
 def test_a_graph_to_draw_over_is_refused_where_nothing_is_drawn(tmp_path, refused):
     said = refused("show", strategy_file(tmp_path), "--graph", "g.json")
     assert "--graph g.json is for drawing a strategy: give --dot too" in said

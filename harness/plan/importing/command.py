@@ -36,6 +36,7 @@ _USERS = {
     **dict.fromkeys(("bandwidth", "memory"), ("topology",)),
     "ranks": ("collectives",),
     "memory_bandwidth": ("operators", "layer_times"),
+    "device_kind": ("topology", "operators", "layer_times"),
 }
 
 
@@ -109,7 +110,7 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
                 "--collectives has no all-reduce: give --bandwidth INSIDE[,BETWEEN] too"
             )
         rate = bandwidth_of(sums)
-        args.bandwidth = f"{rate:.6g}"
+        args.bandwidth = f"{rate:.6g}B/s"
         said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
     cluster = cluster_from(args)
     theirs = " of their own; the curves have theirs" if points else ""
