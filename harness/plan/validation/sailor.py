@@ -105,13 +105,15 @@ class _SailorPlans:
     """Plans with the files that explain them."""
 
     def __init__(self, plans: Sequence[_Plan], folder: Path) -> None:
-        self._folder = folder
         self._info = points.load_json(folder / "llm_info.json", _Info)
         between = points.load_json(
             folder / "providers/network_coeffs_all_homo.json", dict[str, _Fits]
         )
         self._between = between.get("inter", {})
         self._inside = points.load_json(folder / "providers/intra_node_bandwidths.json", _Fits)
+        # By model and kind of device.
+        files = sorted(folder.glob("profiles/*/*/profile.json"))
+        self._files = {(path.parts[-3], path.parts[-2]): path for path in files}
         self._profiles: dict[tuple[str, str], _Times] = {}
         self.calibrating: dict[_Key, _Plan] = {}
         for plan in sorted(plans, key=lambda plan: (plan.n_devices, plan.n_microbatches)):
@@ -201,7 +203,7 @@ class _SailorPlans:
 
     def _kind_of_times(self, plan: _Plan) -> str:
         """The plan's kind of device, or the first other one, whose profile has all its layers."""
-        others = sorted(p.parent.name for p in self._folder.glob(f"profiles/{plan.model}/*/*.json"))
+        others = [kind for model, kind in self._files if model == plan.model]
         n, kinds = sum(plan.stages), (plan.kind, *others)
         return next((kind for kind in kinds if len(self._profiled(plan, kind)) == n), plan.kind)
 
@@ -209,8 +211,8 @@ class _SailorPlans:
         """Times by layer in a profile; none where it lacks the plan's microbatch or degree."""
         key = plan.model, kind
         if key not in self._profiles:
-            path = self._folder / f"profiles/{plan.model}/{kind}/profile.json"
-            self._profiles[key] = points.load_json(path, _Times) if path.is_file() else {}
+            path = self._files.get(key)
+            self._profiles[key] = points.load_json(path, _Times) if path is not None else {}
         return self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp), {})
 
     def _layers(self, plan: _Plan, n_layers: int) -> list[PlannedLayer]:

@@ -141,6 +141,8 @@ def test_a_choice_that_failed_is_said_beside_the_regret(tmp_path, validated):
          "its partition is of 31 layers, gpt2 has 30"),
         ("sailor", ("/N1/", "N2_D2"), ",2,2,32,", ",2,2,33,",
          "its batch is no multiple of its microbatches"),
+        ("sailor", ("/N1/", "N2_D2"), "/OPT-350/", "/O**T/",
+         "no times of microbatch 1 at tp 4 of O**T on GH-96"),
     ],
 )  # fmt: skip
 def test_a_row_that_contradicts_its_model_is_not_judged(
