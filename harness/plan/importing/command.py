@@ -15,7 +15,7 @@ from harness.measure.store import write_atomically
 from harness.plan.cli import cluster_from
 from harness.plan.estimates import optimizer_times
 from harness.plan.flags import add_cluster, flag_of
-from harness.plan.importing.tables import bandwidth_of, read_collectives
+from harness.plan.importing.tables import bandwidth_of, read_collectives, with_medians
 from harness.plan.importing.times import (
     TAKEN_OFF,
     LayerTime,
@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> None:
 def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
     """The cluster with measured curves; links of a topology as fast as the curves where nobody
     says."""
-    points = [p for path in args.collectives for p in read_collectives(path, args.ranks)]
+    points = with_medians(
+        p for path in args.collectives for p in read_collectives(path, args.ranks)
+    )
     found = {point.n_ranks for point in points}
     if args.ranks is not None and args.ranks not in found:
         raise ConfigError(

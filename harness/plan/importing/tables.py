@@ -8,9 +8,14 @@ import contextlib
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from statistics import median
+
+from msgspec.structs import replace
 
 from harness.domain.cluster import CollectivePoint
 from harness.errors import ConfigError, DataError
@@ -195,7 +200,11 @@ _OPERATIONS = {
     **{name: name for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")},
     **dict.fromkeys(("alltoall", "all_to_all"), "all_to_all"),
 }
+_OTHERS = ("sendrecv", "hypercube", "gather", "scatter", "reduce")
 _INITIALS = {"ar": "all_reduce", "ag": "all_gather", "rs": "reduce_scatter"}
+# Of outputs that do not count wrong values at each size.
+_FAILED = re.compile(r"^#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED", re.MULTILINE)
+_REPAIR = "repair the links first, because times of wrong results mean nothing"
 _MOST_RANKS = 2**20
 # Columns of nccl-tests that some programs leave blank: operation and root.
 _N_BLANK = 2
@@ -240,21 +249,20 @@ def _nccl_tests(
     if unit is not None and (unit[1] != "B" or unit[2] not in UNITS_S):
         raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
     unit_s = UNITS_S[unit[2]] if unit is not None else UNITS_S["us"]
-    points = {}
+    found: list[tuple[int, float]] = []
     of_wrong = [k - heads.index("time") for k, head in enumerate(heads) if head == "#wrong"]
     for line in text.splitlines():
         cells = line.split()
         at = None if line.startswith("#") else _place_of_time(heads, len(cells))
         size, time = (None, None) if at is None else (find_int(cells[0], 1), find_number(cells[at]))
         if at is not None and size and time:
-            points[size] = time * unit_s
+            found.append((size, time * unit_s))
             wrong = [cell for k in of_wrong for cell in cells[at + k : at + k + 1]]
             if n_wrong := max((find_int(cell) or 0 for cell in wrong), default=0):
-                raise DataError(
-                    f"{path} has {n_wrong} wrong values at {size} bytes: repair the links first, "
-                    "because times of wrong results mean nothing"
-                )
-    return _points(points, _operation_of(text, heads, path), n, str(path))
+                raise DataError(f"{path} has {n_wrong} wrong values at {size} bytes: {_REPAIR}")
+    if failed := _FAILED.search(text):
+        raise DataError(f"{path} has {failed[1]} values out of bounds: {_REPAIR}")
+    return _points(found, _operation_of(text, heads, path), n, str(path))
 
 
 def _place_of_time(heads: Sequence[str], n_cells: int) -> int | None:
@@ -287,11 +295,15 @@ def _operation_of(text: str, heads: Sequence[str], path: Path) -> str:
 
 
 def _named_operation(path: Path) -> str | None:
-    """The collective in a file's name; None if there is none."""
+    """The collective in a file's name, if any; raises DataError if it is not read here."""
     name = re.sub(r"[\s-]", "_", path.stem.lower())
     plain = name.replace("_", "")
     found = next((op for word, op in _OPERATIONS.items() if word.replace("_", "") in plain), None)
-    return found or _INITIALS.get(name.split("_")[0])
+    found = found or _INITIALS.get(name.split("_")[0])
+    other = next((word for word in _OTHERS if found is None and word in plain), None)
+    if other is not None:
+        raise DataError(f"{path} is of {other} by its name: give one of {', '.join(_OPERATIONS)}")
+    return found
 
 
 def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
@@ -307,24 +319,25 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     n = _ranks_of_name(path.name) or n_ranks
     if n is None:
         raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
-    points = {}
+    found: list[tuple[int, float]] = []
     for row in rows:
         n_bytes = round(row.number(size) * unit_bytes)
         seconds = row.number(time) * unit_s
         if n_bytes > MOST_COUNT:
             raise DataError(f"{row.where}: {size} is {row.text(size)}: no buffer is so large")
         if n_bytes > 0 and seconds > 0:
-            points[n_bytes] = seconds
-    return _points(points, _named_operation(path) or "all_reduce", n, str(path))
+            found.append((n_bytes, seconds))
+    return _points(found, _named_operation(path) or "all_reduce", n, str(path))
 
 
 def _ranks_of_name(name: str) -> int | None:
-    """None also where a name has a number of nodes too, which may be a factor."""
+    """None also if a name has several numbers, or a number of nodes, which may be a factor."""
     name = name.lower()
-    found = re.search(r"gpus?[_-]?(\d+)|(\d+)[_-]?(?:gpus?|ranks?)", name)
-    if found is None or re.search(r"nodes?[_-]?\d|\d[_-]?nodes?|\d+x\d+", name):
+    forms = (r"gpus?[_-]?(\d+)", r"(\d+)[_-]?(?:gpus?|ranks?)")
+    found = {number for form in forms for number in re.findall(form, name)}
+    if len(found) != 1 or re.search(r"nodes?[_-]?\d|\d[_-]?nodes?|\d+x\d+", name):
         return None
-    return find_int(found[1] or found[2], 2, _MOST_RANKS)
+    return find_int(found.pop(), 2, _MOST_RANKS)
 
 
 def _size_column(row: Row, path: Path) -> tuple[str, int]:
@@ -354,20 +367,22 @@ def _time_column(row: Row, path: Path) -> tuple[str, float]:
 
 
 def _points(
-    seconds: dict[int, float], operation: str, n_ranks: int, source: str
+    found: Sequence[tuple[int, float]], operation: str, n_ranks: int, source: str
 ) -> list[CollectivePoint]:
-    if not seconds:
+    """The curve through these bytes and seconds."""
+    if not found:
         raise DataError(f"{source} has no line with a size and a time: it is no curve")
-    return [
-        CollectivePoint(
-            operation=operation,
-            transport="nccl",
-            n_ranks=n_ranks,
-            n_bytes=n_bytes,
-            duration_s=duration_s,
-        )
-        for n_bytes, duration_s in sorted(seconds.items())
-    ]
+    own = partial(CollectivePoint, operation=operation, transport="nccl", n_ranks=n_ranks)
+    return with_medians(own(n_bytes=n_bytes, duration_s=seconds) for n_bytes, seconds in found)
+
+
+def with_medians(points: Iterable[CollectivePoint]) -> list[CollectivePoint]:
+    """Curves with one point of each size: the median of its points."""
+    seconds: dict[CollectivePoint, list[float]] = defaultdict(list)
+    for point in points:
+        seconds[replace(point, duration_s=1.0)].append(point.duration_s)
+    found = [replace(point, duration_s=median(own)) for point, own in seconds.items()]
+    return sorted(found, key=lambda point: (point.operation, point.n_ranks, point.n_bytes))
 
 
 def thinned(points: Sequence[CollectivePoint]) -> list[CollectivePoint]:

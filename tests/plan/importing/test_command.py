@@ -329,6 +329,16 @@ def test_collective_size_and_time_are_found_in_each_form(tmp_path, name, text, o
     assert point.duration_s == pytest.approx(20e-6)
 
 
+def test_several_times_of_one_size_count_by_their_median(imported, printed):
+    for run, seconds in enumerate((5, 9, 1)):
+        (imported / f"gpus_2_run{run}.csv").write_text(f"size(B),time(s)\n8,2\n8,4\n80,{seconds}\n")
+    files = sorted(imported.glob("*_run*"))
+    cluster = ("--cluster", imported / "cluster.json", "--output", imported)
+    printed("import", *cluster, "--collectives", *files)
+    found = Cluster.load(imported / "cluster.json").collectives
+    assert [(point.n_bytes, point.duration_s) for point in found] == [(8, 3.0), (80, 5.0)]
+
+
 def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
     path = tmp_path / "AR_GPU4_1K"
     path.write_text(CSV)
@@ -345,6 +355,7 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
         ("gpu4.csv", "size(B),time(ns)\nx,2\n", "write a number"),
         ("gpu4.csv", "size(GB),time(ns)\n1e12,2\n", "no buffer is so large"),
         ("gpu4.csv", "size(parsec),time(ns)\n1,2\n", "needs size"),
+        ("run2_gpus_8.csv", CSV, "how many ranks"),
         ("2nodes_8gpus.csv", CSV, "how many ranks"),  # of each node, or of all?
         ("x.txt", OLD_ALL_GATHER, "does not say which collective"),
         ("x.txt", ALLTOALL + NCCL + "all_reduce_perf", "has 2 tables: write one test to a file"),
@@ -355,6 +366,9 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
             NCCL.replace("0.11      0", "0.11      3"),
             "3 wrong values at 1024 bytes: repair",
         ),
+        ("x.txt", NCCL.replace("0 OK", "2 FAILED"), "has 2 values out of bounds: repair"),
+        ("sendrecv_gpu4.csv", CSV, "is of sendrecv by its name"),
+        ("Reduce_gpu4.csv", CSV, "is of reduce by its name"),
         ("x.txt", "# OSU MPI Allreduce\n# Size  Latency(us)\n4  1.5\n", "it needs size"),
         ("gpu4.csv", "size(B),time(ns)\n0,0\n", "no curve"),
         ("gpu4.csv", "", "no row"),
