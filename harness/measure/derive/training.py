@@ -13,7 +13,7 @@ from harness.measure.derive.doubts import Doubt, DoubtKind, outlier_doubts, outl
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive.settings import configured, configured_number, strategy_name
-from harness.measure.derive.spans import PHASES, PhaseTable, phase_table, samples_of, spans_of
+from harness.measure.derive.spans import PHASES, PhaseTable, phase_table, spans_of
 from harness.measure.derive.steps import (
     by_first_rank,
     change_times,
@@ -132,13 +132,12 @@ def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | 
 
 def _samples_per_unit(run: Run) -> float | None:
     """Samples of the job in a step or epoch: recorded, summed over ranks; else configured."""
-    by_rank = [
-        float(np.median([sample.value for sample in samples]))
-        for records in run.ranks.values()
-        if (samples := samples_of(records, "n_samples"))
-    ]
-    if by_rank and len(by_rank) == len(run.header.ranks):
-        return sum(by_rank)
+    n_ranks = len(run.header.ranks)
+    by_step = values_by_step(run, "n_samples").values()
+    # Summed by step, because a change of strategy gives the samples to other ranks.
+    whole = [sum(by_rank.values()) for by_rank in by_step if len(by_rank) == n_ranks]
+    if whole:
+        return float(np.median(whole))
     return configured_number(run, "global_batch") or configured_number(run, "batch")
 
 

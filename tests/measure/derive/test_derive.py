@@ -122,6 +122,21 @@ def full_run():
     return make_run([[*steps, *extras(0)], [*steps, *extras(1)]], peak={"fp32": 1e12})
 
 
+def test_samples_of_a_step_are_counted_by_step_because_strategies_give_them_to_other_ranks():
+    shares = [(4, 4, 4), (0, 12, 0), (12, 0, 0)]  # of the ranks, in each step
+    ranks = [
+        [
+            *(span("step", 2 * at, 2 * at + 1, step=at) for at in range(3)),
+            *(
+                Sample(metric="n_samples", value=own[rank], step=at)
+                for at, own in enumerate(shares)
+            ),
+        ]
+        for rank in range(3)
+    ]
+    assert training_summary(make_run(ranks)).throughput == 12
+
+
 def test_training_summary_of_a_hand_sized_run():
     summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
     assert summary.duration.median == 10.5
