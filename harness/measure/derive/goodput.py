@@ -137,7 +137,9 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         for step, (start_s, end_s) in run.steps.items():
             (counted_s if step < until else repeated_s).append(end_s - start_s)
         saving_s += sum(value for step, value in run.saving.items() if step < max(run.steps))
-        changing_s += sum(value for step, value in run.still.items() if step in run.steps)
+        # A change before a run's first step is part of the restart, or earlier than the wall time.
+        later = run.steps.keys() - {min(run.steps)}
+        changing_s += sum(value for step, value in run.still.items() if step in later)
     return Goodput(
         run_ids=tuple(run_id for run_id, _ in known),
         n_steps=len(counted_s),

@@ -30,7 +30,8 @@ def sample(metric, step, value):
 
 
 FIRST = trained("a", "00:00", range(10), sample("save_s", 3, 0.25), sample("save_s", 9, 9.0))
-SECOND = trained("b", "00:30", range(7, 12), sample("change_s", 8, 0.2), continues="a")
+CHANGES = sample("change_s", 7, 9.0), sample("change_s", 8, 0.2)
+SECOND = trained("b", "00:30", range(7, 12), *CHANGES, continues="a")
 CLOCKS = {run.header.run_id: step_clock(run) for run in (FIRST, SECOND)}
 
 
@@ -48,7 +49,7 @@ def test_steps_count_once_and_all_parts_sum_to_the_time():
     assert (found.n_steps, found.n_repeated) == (12, 3)
     assert (found.wall_s, found.steps_s, found.repeated_s) == (37.0, 12.0, 3.0)
     assert found.restarting_s == 15.5
-    assert (found.saving_s, found.changing_s) == (0.25, 0.2)  # not the save after the last step
+    assert (found.saving_s, found.changing_s) == (0.25, 0.2)  # not those between the runs
     assert round(found.other_s, 6) == 37 - 12 - 3 - 15.5 - 0.45
     assert round(found.share, 6) == round(12 / 37, 6)
 
