@@ -14,7 +14,8 @@ from harness.domain.freezing import FreezableLayer
 from harness.errors import ConfigError, StrategyError
 from harness.plan.builders import ddp
 from harness.runtime.engines.optimizers import LearningRates
-from harness.runtime.executor.gradients.update import LayerNorms
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.update import LayerNorms, LossScale
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
 from harness.workloads.train.replanning import ShrinkPolicy
@@ -142,3 +143,18 @@ def test_ranks_that_are_left_without_a_pipeline_train_on_without_its_rule(contin
         return
     assert ShrinkPolicy(inputs).due(1) is None
     assert "not planned again: PipeTransformer's rule needs" in caplog.text
+
+
+def test_norms_leave_out_a_step_whose_gradients_overflow_on_any_rank():
+    world = SimpleNamespace(size=1, rank=0, device=torch.device("cpu"))
+    scale, norms = LossScale("fp16", world, is_asynchronous=False), LayerNorms(LAYERS, world)
+    other, own = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([other, own])
+    owners = SimpleNamespace(own={WeightSlice("layers.1.weight", ((0, 2),)): own}, of=lambda _: 0)
+    for most in (float("inf"), 1.0):
+        other.grad, own.grad = torch.full((2,), most), torch.tensor([3.0, 4.0]) * scale.factor()
+        scale.unscale(optimizer, is_muted=False)
+        has_overflowed = scale.has_overflowed(optimizer)
+        norms.add(SimpleNamespace(names={}), owners, None, has_overflowed)
+        scale.step(optimizer, is_muted=False)
+    assert norms.state().squares == [0, 25, 0, 0]

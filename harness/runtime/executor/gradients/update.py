@@ -60,6 +60,13 @@ class LossScale:
             parameters[0].grad = torch.zeros_like(parameters[0])
         self._scaler.unscale_(optimizer)
 
+    def has_overflowed(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Whether any rank's gradients did, as `unscale` has found; None for other dtypes."""
+        if self._scaler is None:
+            return None
+        found = self._scaler._found_inf_per_device(optimizer)
+        return torch.stack([*found.values()]).any()
+
     def step(self, optimizer: torch.optim.Optimizer, *, is_muted: bool) -> None:
         """Update the weights, unless gradients overflowed."""
         if self._scaler is None or is_muted:
@@ -198,16 +205,22 @@ class LayerNorms:
         self._own = torch.zeros_like(self.sums.squares)
 
     @torch.no_grad()
-    def add(self, weights: Weights, owners: Owners, phases: Phases) -> None:
-        """Add a step's gradients, after they have been reduced; one rank adds each slice."""
+    def add(
+        self, weights: Weights, owners: Owners, phases: Phases, has_overflowed: Tensor | None
+    ) -> None:
+        """Add a step's gradients, after they have been reduced; one rank adds each slice.
+
+        Args:
+            has_overflowed: see `LossScale`; a step in which any rank's gradients did is none.
+        """
         layer_of = {weights.names.get(name, name): k for name, k in self._layer_of.items()}
         own = _own_gradients(owners, self._world.rank)
         found = [(layer_of[name], gradient) for name, gradient in own if name in layer_of]
         if found:
             norms = torch.stack(torch._foreach_norm([gradient for _, gradient in found])).double()
             where = torch.tensor([k for k, _ in found], device=norms.device)
-            # A step of fp16 that overflows is none.
-            norms = norms.where(norms.isfinite().all(), 0.0)
+            if has_overflowed is not None:
+                norms = norms.where(~has_overflowed, 0.0)
             self._own.index_add_(0, where, norms.square())
         if self._is_common:
             phases.wait(self.reduce, name="gradient norms")
@@ -267,7 +280,8 @@ class WeightUpdate:
         self.scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if norms is not None and not is_muted:
-            norms.add(self._weights, self._owners, phases)
+            has_overflowed = self.scale.has_overflowed(self._optimizer)
+            norms.add(self._weights, self._owners, phases, has_overflowed)
         phases.begin("optimizer")
         self.clip.apply(self._owners, phases, is_muted=is_muted)
         self.scale.step(self._optimizer, is_muted=is_muted)
