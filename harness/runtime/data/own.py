@@ -134,10 +134,10 @@ class OwnData(BatchedData):
         self, indices: list[int], inputs: Sequence[Tensor], targets: Tensor
     ) -> None:
         """Refuse labels that do not count where the loss was found to be a mean over samples."""
-        if name := self._task.unforeseen(inputs, targets):
+        if label := self._task.unforeseen(inputs, targets):
             raise self._error(
                 indices[0],
-                f"or one near it has {name} of {IGNORED}, and the example of the model has none: "
+                f"or one near it has {label}, and the example of the model has none: "
                 "give the example such a label, so that the loss is that of whole batches",
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.saved import tensors_within
+from harness.runtime.models.loss_parts import flaw_of, labels_left_out
 from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
@@ -119,13 +121,14 @@ def split_loss(
             result=slots[id(loss)],
             counted=counted,
         )
-        flaws.append(own.flaw())
+        flaws.append(flaw_of(own))
         if not flaws[-1]:
             break
     else:
         return flaws[0]
     before = trail.to(read.values(), given)
     also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
+    own = replace(own, left_out=labels_left_out(own))
     return SplitLoss(own, labels, also_read, _functions(calls, before))
 
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from harness.errors import first_line
-from harness.runtime.models.task import InputSpec, Task, Wrapper, logits_of, wide
-
-# Drawing and comparing more takes seconds on every rank.
-_LARGEST_CHECKED = 1 << 24  # elements
-_MEANS = {
-    F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
-    F.binary_cross_entropy_with_logits,
-}  # fmt: skip
-_TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
-_N_CHECKED = 3  # samples
+from harness.runtime.models.task import IGNORED, InputSpec, Task, Wrapper, logits_of, wide
 
 
 class Call(NamedTuple):
@@ -66,6 +54,7 @@ class OwnLoss:
         result: the loss's slot.
         counted: the slot of classes and the class that does not count, of the only cross entropy,
             which `calls` sum up; None if the model's loss is a mean over samples.
+        left_out: by label, values that do not count as others do, of which the example has none.
     """
 
     outputs: dict[str, tuple[int, ...]]
@@ -73,6 +62,7 @@ class OwnLoss:
     calls: tuple[Call, ...]
     result: Slot
     counted: tuple[Slot, int] | None
+    left_out: tuple[tuple[int, ...], ...] = ()
 
     def __deepcopy__(self, memo: object) -> OwnLoss:
         return self
@@ -98,7 +88,7 @@ class OwnLoss:
         is_mixed = len({spec.dtype for spec in self.labels}) > 1
         return join([x.to(torch.float64) for x in labels] if is_mixed else labels)
 
-    def _labels(self, targets: Tensor) -> list[Tensor]:
+    def labels_of(self, targets: Tensor) -> list[Tensor]:
         """Undo `join_labels`."""
         found = separate(targets, [spec.shape for spec in self.labels])
         pairs = zip(found, self.labels, strict=True)
@@ -107,7 +97,7 @@ class OwnLoss:
     def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss times the number of targets that count, or of samples."""
         read = separate(wide(outputs), list(self.outputs.values()))
-        given = (*read, *self._labels(targets))
+        given = (*read, *self.labels_of(targets))
         found: Tensor = _run(self.calls, given, outputs.device)[self.result]
         return found.reshape(()) * (1 if self.counted else len(targets))
 
@@ -121,103 +111,23 @@ class OwnLoss:
             if wanted & slots_in(call.result):
                 before.append(call)
                 wanted |= slots_in((call.args, call.kwargs))
-        given = (*[None] * len(self.outputs), *self._labels(targets))
+        given = (*[None] * len(self.outputs), *self.labels_of(targets))
         return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
 
     def unforeseen(self, targets: Tensor) -> str:
         """As `Task.unforeseen`."""
-        leaves_out = any(call.name in ("cross_entropy", "nll_loss") for call in self.calls)
-        if self.counted is not None or not leaves_out:
-            return ""
-        for spec, label in zip(self.labels, self._labels(targets), strict=True):
-            if spec.is_unforeseen(label):
-                return spec.name
+        if any(self.left_out):
+            labels = zip(self.labels, self.labels_of(targets), self.left_out, strict=True)
+            for spec, label, values in labels:
+                for value in values:
+                    if (label == value).any():
+                        return f"{spec.name} of {value}"
         return ""
 
     def draw(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw random targets, which all count."""
         drawn = [spec.draw(n_samples, generator) for spec in self.labels]
         return self.join_labels(drawn) if drawn else torch.zeros(n_samples, dtype=torch.int64)
-
-    def flaw(self) -> str:
-        """Why the loss of a batch is not made up of those of its samples, so that no part of a
-        batch can compute its share; empty if it is."""
-        shapes = [torch.Size((_N_CHECKED, *shape)) for shape in self.outputs.values()]
-        n_elements = sum(shape.numel() for shape in shapes)
-        if n_elements > _LARGEST_CHECKED:
-            n_each = n_elements // _N_CHECKED
-            too_many = f"its outputs have {n_each} numbers a sample, too many to check its parts"
-            return "" if self._is_of_means(self.result) else too_many
-        generator = torch.Generator().manual_seed(0)
-        draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        # Some losses take labels of the outputs' dtype alone.
-        given = tuple(
-            replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.labels
-        )
-        # Labels of an example may be alike, as masks of ones are; others need not be legal.
-        free = tuple(
-            replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in given
-        )
-        forms = [(True, given, False), (False, free, False)]
-        if any(spec.ignored is not None for spec in given):
-            forms.append((True, given, True))
-        for is_given, labels, is_masked in forms:
-            drawn = replace(self, labels=labels)
-            targets = drawn.draw(_N_CHECKED, generator)
-            if is_masked:
-                targets = drawn._with_ignored(targets)
-            flaw = "its loss is not finite for random outputs, so that its parts cannot be checked"
-            # Outputs may have to be positive, or probabilities, for a loss that is a number.
-            for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
-                try:
-                    pairs = zip(outputs.split(1), targets.split(1), strict=True)
-                    whole = drawn.sum(outputs, targets)
-                    parts = torch.stack([drawn.sum(*pair) for pair in pairs]).sum()
-                except Exception as error:
-                    reason = first_line(error)
-                    flaw = f"its loss takes the example's number of samples only ({reason})"
-                    continue
-                if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
-                    flaw = ""
-                    break
-                if torch.isfinite(whole) and torch.isfinite(parts):
-                    return (
-                        f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of "
-                        f"each by itself to {parts:.4g}, so that it cannot be computed in parts"
-                    )
-            if flaw and is_given:
-                return flaw
-        return ""
-
-    def _is_of_means(self, slot: Slot) -> bool:
-        """Whether a value is a mean over samples by its form: one of torch's losses, a multiple or,
-        where all samples count, a sum of such."""
-        makers = [call for call in self.calls if slot in slots_in(call.result)]
-        if len(makers) != 1:
-            return False
-        (call,) = makers
-        if call.function in _MEANS:
-            bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            is_mean = given["reduction"] == "mean" and given.get("weight") is None
-            if call.function is F.cross_entropy:
-                all_count = all(spec.ignored is None for spec in self.labels)
-                return self.counted is not None or (is_mean and all_count)
-            return is_mean and self.counted is None
-        parts = slots_in((call.args, call.kwargs))
-        is_multiple = call.name in ("mul", "div") and len(parts) == 1 and call.args[0] in parts
-        is_sum = call.name in ("add", "sub") and self.counted is None
-        return (is_multiple or is_sum) and all(map(self._is_of_means, parts))
-
-    def _with_ignored(self, targets: Tensor) -> Tensor:
-        """Targets of which half do not count in the first sample, where an example has such."""
-        labels = [label.clone() for label in self._labels(targets)]
-        for spec, label in zip(self.labels, labels, strict=True):
-            if spec.ignored is not None:
-                first = label[0].view(-1)
-                first[: (len(first) + 1) // 2] = spec.ignored
-        return self.join_labels(labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +211,8 @@ class BatchLossTask(Task):
 
     def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
         pairs = zip(self.inputs, inputs, strict=True)
-        return next((spec.name for spec, x in pairs if spec.is_unforeseen(x)), "")
+        found = (f"{spec.name} of {IGNORED}" for spec, x in pairs if spec.is_unforeseen(x))
+        return next(found, "")
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return wide(logits_of(outputs)).sum()

@@ -211,7 +211,7 @@ class Task:
         return labels[0]
 
     def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
-        """The name of a label that does not count in a mean over samples, where no label of the
+        """A label that does not count in a mean over samples, with its name, where no label of the
         example was such; empty if there is none."""
         return ""
 

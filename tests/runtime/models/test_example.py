@@ -20,7 +20,7 @@ from harness.errors import DataError, ModelError
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
-from harness.runtime.models import own_loss
+from harness.runtime.models import loss_parts
 from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
@@ -162,6 +162,16 @@ LOSSES = {
     "one-hot": lambda last, x, y, soft, labels: F.cross_entropy(y, F.one_hot(labels, 6).float()),
     "levels": lambda last, x, y, soft, labels: F.mse_loss(y, labels) + F.l1_loss(y, labels) / 2,
     "beside": lambda last, x, y, soft, labels: F.cross_entropy(y, labels) + y.square().mean(),
+    "padded": lambda last, x, y, soft, labels: (
+        (F.cross_entropy(y, labels, reduction="none") * (labels != 1)).sum() / (labels != 1).sum()
+    ),
+    "blank": lambda last, x, y, soft, labels: F.nll_loss(y.log_softmax(1), labels, ignore_index=0),
+    "missing": lambda last, x, y, soft, labels: (
+        torch.where(labels.isnan(), 0.0, y - labels).square().sum() / (~labels.isnan()).sum()
+    ),
+    "void": lambda last, x, y, soft, labels: (
+        F.cross_entropy(y, labels, ignore_index=255) + y.square().mean()
+    ),
     "squared": lambda last, x, y, soft, labels: F.cross_entropy(y, labels).square(),
 }
 
@@ -263,6 +273,14 @@ def test_tokens_that_do_not_count_in_one_of_two_losses_are_in_the_example():
     samples = [{"x": torch.rand(4), "labels": 1, "tags": tags} for tags in TAGS]
     with pytest.raises(DataError, match=r"sample 1 .* tags of -100, and the example .* has none"):
         OwnData("--data 'm:d'", samples, task).__getitems__([1])
+
+
+def test_a_class_that_does_not_count_and_is_not_in_the_example_is_refused():
+    task = scored("void", torch.tensor([2, 5]))
+    assert isinstance(task, LabelledTask)
+    data = OwnData("--data 'm:d'", [{"x": torch.rand(4), "labels": 255}], task)
+    with pytest.raises(DataError, match="labels of 255, and the example of the model has none"):
+        data.__getitems__([0])
 
 
 class Pixels(nn.Module):
@@ -400,6 +418,10 @@ def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
         ("masked", torch.ones(2, 6, dtype=torch.int64)),
         ("masked", torch.ones(2, 6, dtype=torch.bool)),
         ("classes", torch.zeros(2, dtype=torch.int64)),
+        ("padded", torch.tensor([2, 5])),
+        ("blank", torch.tensor([2, 5])),
+        ("missing", torch.rand(2, 6)),
+        ("void", torch.tensor([2, 255])),
     ],
 )
 def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, labels):
@@ -489,11 +511,11 @@ def test_the_loss_of_a_transformers_model_is_its_own(name):
 def test_too_large_outputs_keep_all_but_torchs_losses_on_whole_batches(
     form, labels, kind, monkeypatch
 ):
-    monkeypatch.setattr(own_loss, "_LARGEST_CHECKED", 17)  # of three samples of six logits
+    monkeypatch.setattr(loss_parts, "_LARGEST_CHECKED", 17)  # of three samples of six logits
     assert isinstance(scored(form, labels), kind)
 
 
 @pytest.mark.parametrize(("tags", "kind"), [(TAGS, BatchLossTask), (TAGS.abs() % 5, LabelledTask)])
 def test_too_large_outputs_keep_tokens_that_do_not_count_on_whole_batches(tags, kind, monkeypatch):
-    monkeypatch.setattr(own_loss, "_LARGEST_CHECKED", 0)
+    monkeypatch.setattr(loss_parts, "_LARGEST_CHECKED", 0)
     assert isinstance(tagged(tags), kind)
