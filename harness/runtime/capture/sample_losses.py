@@ -202,7 +202,7 @@ class _Rewriting:
             args, given = (), known | dict(zip(known, args, strict=False)) | given
             self._check_mean(name, given, _MEAN)
             given["reduction"] = _UNREDUCED
-        elif target == getattr(functional, name, None):
+        elif target is getattr(functional, name, None) and inspect.isfunction(target):
             bound = inspect.signature(target).bind(*args, **given)
             bound.apply_defaults()
             args, given = (), dict(bound.arguments)

@@ -80,6 +80,10 @@ OTHERS = {
     ),
     "root": (lambda m, z, y: F.mse_loss(z, z * 2).sqrt(), "sqrt is no mean"),
     "sum": (lambda m, z, y: z.sum(), "sum is no mean"),
+    "similarity": (
+        lambda m, z, y: F.cosine_similarity(z.view(-1), z.exp().view(-1), dim=0),
+        "cosine_similarity is no mean",
+    ),
     "rounded": (
         lambda m, z, y: z.mean() + torch.div(z.mean(), 0.1, rounding_mode="floor"),
         "div is no mean",
