@@ -120,18 +120,19 @@ class Crossed(Separate):
 
 
 class Stacked(nn.Module):
-    """timm: one product, whose queries, keys and values are stacked."""
+    """timm: one product, whose queries, keys and values are stacked, and a constant of scores."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.register_buffer("slopes", -torch.arange(_LENGTH).expand(_LENGTH, -1) / 2.0)
 
     def forward(self, x: Tensor, is_shown: Tensor) -> Tensor:
         n, length, width = x.shape
         parts = self.qkv(x).reshape(n, length, 3, _N_HEADS, _HEAD_DIM).permute(2, 0, 3, 1, 4)
         q, k, v = parts.unbind(0)
-        weights = ((q * _HEAD_DIM**-0.5) @ k.transpose(-2, -1)).softmax(dim=-1)
-        return self.proj((weights @ v).transpose(1, 2).reshape(n, length, width))
+        scores = (q * _HEAD_DIM**-0.5) @ k.transpose(-2, -1) + self.slopes
+        return self.proj((scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(n, length, width))
 
 
 class Reader(nn.Module):

@@ -237,10 +237,7 @@ class RegionShard(MixingShard):
             return
         if rule.dim is None:
             self._names.append([name])
-            if isinstance(whole, torch.nn.Parameter):
-                self.copy_slice(part, name, tensor)
-            else:
-                self.register_buffer(name, whole.detach(), persistent=False)
+            self.copy_slice(part, name, tensor)
             return
         before = [(0, size) for size in whole.shape[: rule.dim]]
         intervals = rule.intervals(groups, n_groups)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from equivalence_attentions import N_TOKENS, SHAPE, Reader, Stacked
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -400,6 +401,14 @@ def test_what_cannot_be_cut_exactly_has_no_shard(model, inputs, dim):
     inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     found, op = captured(model, inputs)
     assert all(shard is None for _, _, shard in shards_of(found, op, inputs, {dim: 2}))
+
+
+def test_constants_of_an_attention_are_tensors_of_the_model():
+    inputs = (InputSpec(name="x", shape=SHAPE, dtype=torch.int64, n_values=N_TOKENS),)
+    found = capture(Task(model=Reader(Stacked), inputs=inputs), 2, "stacked")
+    (op,) = (op for op in found.graph.operators if op.kind == "attention")
+    for *_, shard in shards_of(found, op, (), {"heads": 2}):
+        assert "attentions.0.slopes" in {source.name for source in shard.sources.values()}
 
 
 @pytest.mark.parametrize(
