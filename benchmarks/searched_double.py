@@ -34,6 +34,7 @@ from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import World
@@ -120,13 +121,20 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
     engine = ExecutorEngine(task, world, Recorder(clock_for(world.device)), options, plan)
-    gradients = engine._gatherer.keep_gradients(engine._optimizer)
+    kept: dict[WeightSlice, Tensor] = {}
+
+    def keep(*_: object) -> None:
+        found = {piece: parameter.grad for piece, parameter in engine.owners.own.items()}
+        kept.update({piece: g.clone() for piece, g in found.items() if g is not None})
+
+    engine._optimizer.register_step_pre_hook(keep)
     index = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(engine.samples), n_global=strategy.batch)
     for whole in batches:
         own = Batch(tuple(x[index] for x in whole.inputs), whole.targets[index])
         part = float(engine.step(iter([own]).__next__, share))
-        yield Step(loss=sum(gather_numbers(part, world)), gradients=gradients())
+        gradients = engine._gatherer.whole(kept)
+        yield Step(loss=sum(gather_numbers(part, world)), gradients=gradients)
 
 
 def main(options: Options) -> None:

@@ -6,7 +6,7 @@ import gc
 import math
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
@@ -275,6 +276,20 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+def keep_gradients(engine: ExecutorEngine) -> Callable[[], dict[str, Tensor]]:
+    """Keep the gradients of each update from now on; the result assembles those of the last one,
+    which all ranks must ask for."""
+    kept: dict[WeightSlice, Tensor] = {}
+
+    def keep(*_: object) -> None:
+        found = {piece: parameter.grad for piece, parameter in engine.owners.own.items()}
+        kept.clear()
+        kept.update({piece: g.clone() for piece, g in found.items() if g is not None})
+
+    engine._optimizer.register_step_pre_hook(keep)
+    return lambda: engine._gatherer.whole(kept)
+
+
 def _final_state(case: Case, engine: Engine) -> dict[str, Tensor]:
     """The model's state, and its averages where the case has them."""
     state = dict(engine.model_state())
@@ -292,7 +307,7 @@ def train_by_strategy(case: Case, world: World) -> Trace:
 
 def _train_by_strategy(case: Case, world: World) -> Trace:
     engine = make_engine(case, world)
-    kept = engine._gatherer.keep_gradients(engine._optimizer)
+    kept = keep_gradients(engine)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     for step in range(case.n_steps):
@@ -357,7 +372,7 @@ def load_and_train(move: Move, world: World) -> Trace:
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), world, task=fresh)
     moved.load_full_state(state)
-    kept = moved._gatherer.keep_gradients(moved._optimizer)
+    kept = keep_gradients(moved)
     losses = [train_step(moved, case, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())
     moved.verify()

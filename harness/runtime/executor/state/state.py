@@ -8,7 +8,7 @@ in parts (`shard`, `files`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,22 +121,6 @@ class StateGatherer:
                 found[name] = torch.zeros(self._shapes[piece.name], dtype=buffer.dtype)
             piece.take(found[name]).copy_(buffer)
         return found
-
-    def keep_gradients(self, optimizer: Optimizer) -> Callable[[], dict[str, Tensor]]:
-        """Keep the gradients of each update from now on.
-
-        Returns:
-            A function that assembles those of the last update; all ranks must call it.
-        """
-        kept: dict[WeightSlice, Tensor] = {}
-
-        def keep(*_: object) -> None:
-            found = {piece: parameter.grad for piece, parameter in self._owners.own.items()}
-            kept.clear()
-            kept.update({piece: g.clone() for piece, g in found.items() if g is not None})
-
-        optimizer.register_step_pre_hook(keep)
-        return lambda: self.whole(kept)
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers by all their names, in the order of the model."""

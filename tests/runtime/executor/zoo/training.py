@@ -14,7 +14,7 @@ import torch
 from equivalence_cases import draw_batch, part_of
 from equivalence_reference import Trace, gradients_of, slices
 from equivalence_strategies import random_strategy, with_attention_by_positions
-from equivalence_training import CAPTURED
+from equivalence_training import CAPTURED, keep_gradients
 from made_graphs import replicated_pipeline, small_cluster
 from torch import Tensor
 from torch.nn import Module
@@ -214,7 +214,7 @@ def _train(case: ZooCase, world: World) -> Trace:
     )
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan, captured)
-    kept = engine._gatherer.keep_gradients(engine._optimizer)
+    kept = keep_gradients(engine)
     share = Share(n_local=len(engine.samples), n_global=BATCH)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
