@@ -5,6 +5,7 @@ Marks are in the `meta` of nodes, for facts that an operator's target does not s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def detach(value: Any) -> Any:
     return value
 
 
-class OpaqueFunction:
+class OpaqueFunction(ABC):
     """A callable that torch.fx does not trace into; copies of a graph share it."""
 
     def __init__(self, name: str) -> None:
@@ -88,8 +89,9 @@ class OpaqueFunction:
     def __deepcopy__(self, memo: object) -> OpaqueFunction:
         return self
 
+    @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        raise NotImplementedError
+        """Compute it."""
 
 
 class CustomFunction(OpaqueFunction):

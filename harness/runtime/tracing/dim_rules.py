@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def require(condition: object) -> None:
 SizeAt = tuple[fx.Node, int, int | None]
 
 
-class DimRules:
+class DimRules(ABC):
     """The rules of one dim; each kind of dim has its own for views, products and divisions.
 
     Attributes:
@@ -70,29 +71,29 @@ class DimRules:
         self.numbers: list[SizeAt] = []
         self.slices: dict[tuple[fx.Node, fx.Node], int] = {}
 
+    @abstractmethod
     def start(self, projection: fx.Node) -> int:
         """The position in the value of a projection."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
         """The position after a view that keeps what is before the dim, found at a place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_product(self, node: fx.Node) -> int:
         """The position in a product of matrices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_attention(self, operands: Sequence[fx.Node]) -> int:
         """The position in PyTorch's function of queries, keys and values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
         """The position in an element of a division."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_cut(self, node: fx.Node, name: str, position: int) -> int:
         """The position in a part along the dim, or in a repetition."""
-        raise NotImplementedError
 
     def propagate(self, order: Sequence[fx.Node], projections: Collection[fx.Node]) -> None:
         """Find the position in the values of operators.

@@ -95,7 +95,7 @@ class Bucket(ABC):
 
     def start_outer(self, group: Any) -> Any:
         """Start to sum the sums of equal parts, where `SumGroups.outer` is given."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} has no parts")
 
     def finish_outer(self) -> None:  # noqa: B027
         """Keep the result of `start_outer`."""
