@@ -29,10 +29,9 @@ from harness.runtime.executor.gradients.update import (
     GradientClip,
     LayerNorms,
     LossScale,
-    ParameterHooks,
     WeightUpdate,
 )
-from harness.runtime.executor.lowered import LoweredStrategy, lower_strategy
+from harness.runtime.executor.lowered import LoweredStrategy, lower_strategy, prepare_model
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.program import Program
@@ -59,7 +58,6 @@ from harness.runtime.executor.state.weights import Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.moves import Moves, key_passer, norm_reducer
-from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 from harness.runtime.tracing.trace import without_gradient_hooks
@@ -101,14 +99,9 @@ class ExecutorEngine:
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
-        plan.check(captured.graph, world.size)
-        if not plan.is_held:
-            hold_alike(task, captured, options.dtype, world)
-        captured.freeze_untrained(task.model)
-        hooks = ParameterHooks(task.model)
+        hooks = prepare_model(task, captured, plan, world, options)
         self.weights = Weights(captured.module, world.device)
         self._groups = Groups(world, plan.timeout_s)
-        plan.check_hooks(hooks.first())
 
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)

@@ -1,4 +1,5 @@
-"""A strategy lowered for all ranks: which rank computes and holds what, and who exchanges what."""
+"""A model and a strategy lowered for all ranks: which rank computes and holds what, and who
+exchanges what."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.engines.engine import EngineOptions
 from harness.runtime.executor.cache.boundary import check_rows
 from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.gradients.update import ParameterHooks
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.sharded.units import (
@@ -21,6 +23,8 @@ from harness.runtime.executor.sharded.units import (
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.messages import Message, find_messages, shared_sums
+from harness.runtime.faithfulness.comparison import hold_alike
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
 
@@ -42,6 +46,24 @@ class LoweredStrategy(NamedTuple):
     collectives: set[Group]
     replicas: Replicas
     units: list[UnitPlan]
+
+
+def prepare_model(
+    task: Task, captured: Captured, plan: ExecutorPlan, world: World, options: EngineOptions
+) -> ParameterHooks:
+    """Check the plan against a model, which is compared with its graph, and freeze what is not
+    trained; all ranks must call it. Returns the hooks of its parameters.
+
+    Raises:
+        StrategyError, ModelError: they do not fit each other.
+    """
+    plan.check(captured.graph, world.size)
+    if not plan.is_held:
+        hold_alike(task, captured, options.dtype, world)
+    captured.freeze_untrained(task.model)
+    hooks = ParameterHooks(task.model)
+    plan.check_hooks(hooks.first())
+    return hooks
 
 
 def lower_strategy(
