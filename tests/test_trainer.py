@@ -315,6 +315,32 @@ def test_a_rate_that_is_a_tensor_stays_one(tmp_path):
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
+class Scaled(nn.Module):
+    def __init__(self, std):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("std", torch.tensor(std))
+
+    def forward(self, x):
+        return self.head(x / (self.std + 1e-6))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_whose_buffer_is_not_that_of_the_graph_is_refused(tmp_path):
+    example = {"x": torch.zeros(2, 4)}
+    task = task_of("scaled", (Scaled(2.0), example), ModelOptions())
+    strategy = single(capture(task, BATCH, "scaled").graph, BATCH)
+    with Trainer(Scaled(2.0), example, strategy=strategy, optimizer=make_optimizer) as trainer:
+        trainer.save(tmp_path)
+        trainer.load(tmp_path)
+    with Trainer(Scaled(1.0), example, strategy=strategy, optimizer=make_optimizer) as trainer:
+        before = trainer.state_dict()
+        message = "another std than the model, from which the graph has computed constants: give"
+        with pytest.raises(ConfigError, match=message):
+            trainer.load(tmp_path)
+        assert all(torch.equal(before[name], x) for name, x in trainer.state_dict().items())
+
+
 @pytest.mark.usefixtures("alone")
 def test_groups_are_not_merged_by_a_load(tmp_path):
     strategy = single(graph(), BATCH)

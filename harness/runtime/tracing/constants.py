@@ -8,6 +8,7 @@ one device and send it to the others in every step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
     CALLS,
+    FOLDED,
     HOOKS,
     WRITTEN,
     OpaqueFunction,
@@ -38,9 +40,11 @@ _BROADCASTING = ("elementwise", "add", "attention")
 
 
 def fold_constants(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None:
-    """Fold the constants of a traced model in place."""
+    """Fold the constants of a traced model in place, and note the buffers that they depend on."""
     found = _independent(module)
-    if not any(_is_folded(node, found) for node in found):
+    computed = [node for node in found if _is_folded(node, found)]
+    module.meta[FOLDED] = frozenset[str]()
+    if not computed:
         return
     runs = [_evaluate(module, found, examples, n) for n in _SIZES]
     n_elements = sum(x.numel() for x in runs[0].env.values() if isinstance(x, Tensor))
@@ -51,12 +55,23 @@ def fold_constants(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None
         values = [x for run in runs if isinstance(x := run.env.get(node), Tensor)]
         if _is_folded(node, found) and len(values) == len(runs) and runs[0].is_final(node, found):
             _fold(module, node, found, values, [run.n_samples for run in runs])
+    module.meta[FOLDED] = _read_by(node for node in computed if not _is_folded(node, found))
     # Writes into a value that stays an operator stay too.
     is_left = any(_is_folded(node, found) for node in found if node in runs[0].versions)
     writers = _writers(module, found) if is_left else set()
     module.graph.eliminate_dead_code(lambda node: node not in found or node in writers)
     module.graph.lint()
     module.recompile()
+
+
+def _read_by(nodes: Iterable[fx.Node]) -> frozenset[str]:
+    """Names of the tensors of the model from which nodes are computed."""
+    waiting, seen = list(nodes), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        waiting += [source for source in node.all_input_nodes if source not in seen]
+        seen.add(node)
+    return frozenset(str(node.target) for node in seen if node.op == "get_attr")
 
 
 def _independent(module: fx.GraphModule) -> dict[fx.Node, None]:

@@ -21,8 +21,9 @@ IS_DATA = "harness_is_data"
 HOOKS = "harness_hooks"
 WRITES = "harness_writes"
 AUTOCAST = "harness_autocast"
-# Key of `GraphModule.meta`: names of the buffers that forward writes.
-WRITTEN = "harness_written"
+# Keys of `GraphModule.meta`: names of the buffers that forward writes, and of those from which
+# constants of the graph were computed.
+WRITTEN, FOLDED = "harness_written", "harness_folded"
 
 CALLS = ("call_function", "call_method", "call_module")
 _VIEWS = (

@@ -56,7 +56,9 @@ def norm_as_call(module: nn.Module, call: Callable[[Any], Any]) -> Iterator[None
 
     counter = module._buffers.get("num_batches_tracked")
     if counter is not None:
-        module._buffers["num_batches_tracked"] = counter.clone()
+        # Not of the counter, because operators on buffers alone make constants.
+        another = torch.zeros((), dtype=counter.dtype, device=counter.device)
+        module._buffers["num_batches_tracked"] = another
     try:
         with replaced(F, "batch_norm", redirected):
             yield

@@ -33,6 +33,7 @@ from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.constants import fold_constants
 from harness.runtime.tracing.constructs import (
     CALLS,
+    FOLDED,
     HOOKS,
     IS_DATA,
     NO_GRAD,
@@ -216,6 +217,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 packing = join_packed(graph, model)
                 finish(graph, model, tracer.has_gradient)
                 module = _module(model, graph, states, whole, examples, packing)
+                module.meta[FOLDED] |= tracer.folded - states.keys()
                 if whole or states:
                     return module
                 return _with_heads(model, module, examples) or module

@@ -36,13 +36,13 @@ from harness.runtime.tracing.hooks import has_backward_hooks
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 
-# Properties that are tensors, and methods and functions whose results are none.
+# Properties that are tensors, and methods and functions whose results are none, but for those.
 _TENSORS = ("T", "mT", "H", "mH", "data", "real", "imag")
 _FACTS = (
     "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr",
     "untyped_storage", "__hash__", "__len__", "__repr__", "__format__", "__reduce_ex__",
-    "__deepcopy__", "type", "is_same_size", "result_type", "is_tensor",
+    "__deepcopy__", "type", "is_same_size", "result_type", "is_tensor", "__get__", "__set__",
 )  # fmt: skip
 
 
@@ -59,29 +59,38 @@ _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 class ParametersRecorded(TorchFunctionMode):
     """Passes a parameter of the traced model as a node to the operators that read it.
 
-    torch.fx knows only attributes. It would compute `p.square()` once, of the weights of now.
+    torch.fx knows only attributes. It would compute `p.square()` once, of the weights of now, as it
+    does of buffers.
+
+    Attributes:
+        folded: names of the buffers of which it has computed values.
     """
 
     def __init__(self, tracer: fx.Tracer, root: nn.Module) -> None:
         super().__init__()
         self._tracer = tracer
         self._names = {id(p): name for name, p in root.named_parameters()}
+        self._buffers = {id(b): name for name, b in root.named_buffers()}
+        self.folded: set[str] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(id(leaf) in self._names for leaf in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
-            if name in _TENSORS:
-                return getattr(self._recorded(args[0]), name)
+        read = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        leaves = tree_leaves((args, kwargs))
+        is_fact = name in _FACTS and read not in _TENSORS
+        if not any(id(leaf) in self._names for leaf in leaves):
+            if not is_fact and not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+                self.folded |= {self._buffers[id(x)] for x in leaves if id(x) in self._buffers}
+            return func(*args, **kwargs)
+        if read in _TENSORS:
+            return getattr(self._recorded(args[0]), read)
         if name == "requires_grad_" or func == _SET_REQUIRES_GRAD:
             self._check_frozen(*args, *kwargs.values())
             return func(*args, **kwargs)
-        if name in _FACTS or getattr(func, "__name__", "") in ("__get__", "__set__"):
+        if is_fact:
             return func(*args, **kwargs)
         args, kwargs = tree_map(self._recorded, (args, kwargs))
         return fx.Proxy.__torch_function__(func, types, args, kwargs)
@@ -170,6 +179,9 @@ class ModelTracer(fx.Tracer):
         leaves: paths of further modules that are kept whole.
         states: names of written buffers whose values the graph passes on.
         n_inputs: number of input tensors; other arguments keep their defaults.
+
+    Attributes:
+        folded: see `ParametersRecorded`.
     """
 
     def __init__(self, leaves: Collection[str], states: Collection[str], n_inputs: int) -> None:
@@ -178,6 +190,7 @@ class ModelTracer(fx.Tracer):
         self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
         self.states = States(self, states)
         self._regions = Regions()
+        self.folded: set[str] = set()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """As `fx.Tracer.trace`, under the patches."""
@@ -187,10 +200,11 @@ class ModelTracer(fx.Tracer):
             patches.autograd_functions(self._apply),
             self._regions.watched(),
             self.states.watched(root),
-            ParametersRecorded(self, root),
+            ParametersRecorded(self, root) as recorded,
         ):
             graph = super().trace(root, concrete_args)
             self.states.write(graph)
+            self.folded = recorded.folded
             return graph
 
     @property

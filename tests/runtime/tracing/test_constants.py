@@ -5,6 +5,8 @@ import torch
 from nets import held, task_on
 from torch import nn
 
+from harness.runtime.tracing.constructs import FOLDED
+
 
 class Net(nn.Module):
     def __init__(self, middle):
@@ -81,6 +83,22 @@ def written_by_inputs(net, x):
 )
 def test_constants_are_no_operators(middle, n_left):
     assert len(operators_of(middle)) == n_left
+
+
+def in_part(net, x):
+    return x + net.table[: x.shape[1]]
+
+
+def as_it_is(net, x):
+    return x.view(-1, *net.table.shape) + net.table
+
+
+@pytest.mark.parametrize(
+    ("middle", "names"), [(of_a_buffer, {"table"}), (in_part, {"table"}), (as_it_is, set())]
+)
+def test_a_graph_names_the_buffers_that_its_constants_are_computed_from(middle, names):
+    found = held(task_on(Net(middle))).module.meta[FOLDED]
+    assert found & {"table"} == names
 
 
 @pytest.mark.parametrize("is_known", [True, False])

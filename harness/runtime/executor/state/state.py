@@ -25,6 +25,7 @@ from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
+from harness.runtime.tracing.constructs import FOLDED
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class StateGatherer:
         self._model_names = {weights.names[n]: names[n] for n in names if n in weights.names}
         held = {self._model_name(piece) for piece, _ in holders.items()}
         self._unused = {names[n]: t.cpu() for n, t in state.items() if names[n] not in held}
+        self._folded = {names[n] for n in meta.module.meta.get(FOLDED, ()) if n in names}
 
     def _model_name(self, piece: WeightSlice) -> str:
         """The name of a slice's tensor in the model; unchanged for constants that capture added."""
@@ -259,10 +261,14 @@ class StateGatherer:
             found = model[saved[name]] if name in saved else None
             return _of_shape(found, name, shape)
 
-        for piece, part in self._model_parts(is_of_replica=True).items():
-            part.copy_(piece.take(whole(self._model_name(piece), self._shapes[piece.name])))
-        for name, tensor in self._unused.items():
-            tensor.copy_(whole(name, tensor.shape))
+        parts = self._model_parts(is_of_replica=True)
+        own = [(self._model_name(p), p, self._shapes[p.name], part) for p, part in parts.items()]
+        own += [(n, WeightSlice.whole(n, x), x.shape, x) for n, x in self._unused.items()]
+        for name, piece, shape, tensor in own:
+            if name in self._folded:
+                _check_constant(name, tensor, piece.take(whole(name, shape)))
+        for name, piece, shape, tensor in own:
+            tensor.copy_(piece.take(whole(name, shape)))
         stored = state["optimizer"]["state"]
         keys = kept_keys(optimizer, stored)
         has_averages = any(AVERAGE in values for values in stored.values())
@@ -288,6 +294,16 @@ def _of_shape(found: Tensor | None, name: str, shape: torch.Size) -> Tensor:
             "same model"
         )
     return found
+
+
+def _check_constant(name: str, own: Tensor, found: Tensor) -> None:
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    # Not equal, because another machine may round a table of sines otherwise.
+    if not torch.allclose(own.cpu().to(wide), found.to(wide), rtol=1e-4, atol=1e-6):
+        raise ConfigError(
+            f"the state has another {name} than the model, from which the graph has computed "
+            "constants: give the model the state's before it is captured"
+        )
 
 
 def _check_uncut(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> None:
