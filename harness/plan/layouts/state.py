@@ -71,24 +71,12 @@ def stage_state(
         recomputes: whether stages run forward again.
     """
     stages = list(pairwise((0, *ends.tolist())))
-    n_rounds = 1
-    weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
-    first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
-    own, tied_s = weights.copy(), np.zeros(len(stages))
-    shared, reduced = list[tuple[Ints, float]](), options.sent_bytes_per_gradient_byte
-    for ops, n_bytes in costs.tied:
-        users = np.unique(np.searchsorted(ends, ops, side="right"))
-        if len(users) == 1:  # the first bucket waits for the weight's first operator
-            first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
-        else:
-            own[users[0]] -= n_bytes
-            weights[users[1:]] += n_bytes
-            found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
-            summed_s, gathered_s = rings.every(found, len(users)).tolist()
-            shared.append((users, summed_s / (1 if shard_state == "none" else 2)))
-            tied_s[users] += gathered_s
+    n_rounds, is_whole = 1, shard_state == "none"
+    weights, own, first_s, shared, tied_s = _stage_weights(
+        stages, ends, costs, rings, options, is_whole=is_whole
+    )
     kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
-    is_whole = shard_state == "none"
+    reduced = options.sent_bytes_per_gradient_byte
     is_sharded = shards_gradients(shard_state, n_microbatches)
     owned = weights if is_whole else weights / rings.n_sharing
     sync_s = rings.every(own * reduced)
@@ -141,6 +129,49 @@ def stage_state(
         owned_bytes=owned,
         n_bytes=kept + gradients + owned * options.n_optimizer_states,
     )
+
+
+class _StageWeights(NamedTuple):
+    """By stage.
+
+    Attributes:
+        n_bytes, own: of its weights, and of those that no other stage has.
+        first_s, shared: see `StageState`.
+        tied_s: of gathering weights that other stages have, too.
+    """
+
+    n_bytes: Floats
+    own: Floats
+    first_s: Floats
+    shared: list[tuple[Ints, float]]
+    tied_s: Floats
+
+
+def _stage_weights(
+    stages: list[tuple[int, int]],
+    ends: Ints,
+    costs: GroupCosts,
+    rings: Rings,
+    options: SimulatorOptions,
+    *,
+    is_whole: bool,
+) -> _StageWeights:
+    weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
+    first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
+    found = _StageWeights(weights, weights.copy(), first_s, [], np.zeros(len(stages)))
+    for ops, n_bytes in costs.tied:
+        users = np.unique(np.searchsorted(ends, ops, side="right"))
+        if len(users) == 1:  # the first bucket waits for the weight's first operator
+            first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
+            continue
+        found.own[users[0]] -= n_bytes
+        weights[users[1:]] += n_bytes
+        # Of gradients, and of weights one way.
+        sent = n_bytes * np.array([options.sent_bytes_per_gradient_byte, 0.5])
+        summed_s, gathered_s = rings.every(sent, len(users)).tolist()
+        found.shared.append((users, summed_s / (1 if is_whole else 2)))
+        found.tied_s[users] += gathered_s
+    return found
 
 
 def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:

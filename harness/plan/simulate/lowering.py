@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
-from harness.domain.weight_units import Unit
+from harness.domain.weight_units import SharedWeight, Unit
 from harness.plan.simulate.activations import (
     Flags,
     find_segments,
@@ -84,11 +84,7 @@ def lower(
     is_sharded = shards_gradients(shard_state, flow.n_microbatches)
     n_rounds = flow.n_microbatches if is_sharded else 1
     is_freeing = shards_parameters(shard_state)
-    # Averaged replicas gather new weights at once, because averages change them too.
-    is_gathered = shard_state != "none" and (is_freeing or options.sync_every == 1)
-    sharing = simulator.sharing(shard_state)
-    weights = shared_weights(tables, flow, sharing) if is_gathered else []
-    units = find_units(tables, flow, weights, is_freeing=is_freeing) if weights else []
+    weights, units = _gathered(simulator, tables, flow, shard_state)
     freed = units if is_freeing else []
     segment_of = cut_segments(tables, flow, freed)
     repeats = _recomputes(simulator, flow)[flow.stage_of]
@@ -101,14 +97,7 @@ def lower(
     order = rows.order(segment_of, repeats[rows.ops], rows.of(alone), passing)
     if shard_state != "none":
         buckets = scattered(buckets, n_rounds)
-    triggers = order.last[buckets.ends.device]
-    if options.overlap:
-        triggers = rows.triggers(buckets, order.position)
-    if options.sync_every > 1:
-        buckets = with_averages(buckets, tables.buckets())
-        # Of what the step before has left.
-        averages = buckets.ends.device[len(triggers) :]
-        triggers = np.concatenate([triggers, order.first[averages]])
+    buckets, triggers = rows.triggered(buckets, order)
     gathers = plan_gathers(
         tables, flow, units, rows.row_at, rows.n, order.following, is_freeing=is_freeing
     )
@@ -154,6 +143,18 @@ def lower(
         saved=saved_bytes(weights if is_freeing else [], freed, n_devices),
         gathered=gathers.units,
     )
+
+
+def _gathered(
+    simulator: Simulator, tables: Tables, flow: Flow, shard_state: ShardState
+) -> tuple[list[SharedWeight], list[Unit]]:
+    """The weights that are gathered beside computing, and their units. Averaged replicas gather new
+    ones at once, because averages change them too."""
+    is_freeing = shards_parameters(shard_state)
+    if shard_state == "none" or not (is_freeing or simulator.options.sync_every == 1):
+        return [], []
+    weights = shared_weights(tables, flow, simulator.sharing(shard_state))
+    return weights, find_units(tables, flow, weights, is_freeing=is_freeing) if weights else []
 
 
 class _Rows:
@@ -227,7 +228,19 @@ class _Rows:
         )
         return order
 
-    def triggers(self, buckets: Buckets, position: Ints) -> Ints:
+    def triggered(self, buckets: Buckets, order: TaskOrder) -> tuple[Buckets, Ints]:
+        """All buckets, with averages of replicas, and the task after which each end starts."""
+        triggers: Ints = order.last[buckets.ends.device]
+        if self._simulator.options.overlap:
+            triggers = self._triggers(buckets, order.position)
+        if self._simulator.options.sync_every > 1:
+            buckets = with_averages(buckets, self._tables.buckets())
+            # Of what the step before has left.
+            averages = buckets.ends.device[len(triggers) :]
+            triggers = np.concatenate([triggers, order.first[averages]])
+        return buckets, triggers
+
+    def _triggers(self, buckets: Buckets, position: Ints) -> Ints:
         """(n_ends,) the compute task on each device of a bucket after which the bucket starts: the
         last one with a gradient of the last microbatch for it, or for an earlier bucket of its
         devices."""
