@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 from collections import Counter
@@ -16,7 +17,7 @@ import msgspec
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ModelError, ResultsError
-from harness.measure.heartbeat import HEADER_FILE
+from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.places import check_results
 from harness.measure.store import read_header
 from harness.runtime.models.user_code import UserFunction
@@ -226,3 +227,20 @@ def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
         if header.status in _FINISHED:
             done.setdefault(header.repeat_key, []).append(header)
     return done
+
+
+def warn_of_other_launch(results: Path, ranks: Sequence[RankInfo]) -> None:
+    """Warn of each run that another launch carries out on hosts of these ranks, as far as the
+    results directory shows it."""
+    own = {info.hostname for info in ranks}
+    for path in sorted(results.glob(f"*/{HEARTBEAT_FILE}")):
+        with contextlib.suppress(ResultsError):
+            header = read_header(path.parent)
+            shared = sorted(own & {info.hostname for info in header.ranks})
+            if shared and header.status == "running":
+                _log.warning(
+                    "another launch measures on %s now (%s), and each disturbs the results "
+                    "of the other: end one, and measure again what has run beside it",
+                    ", ".join(shared),
+                    header.run_id,
+                )

@@ -36,6 +36,7 @@ from harness.cases import (
     plan_runs,
     remaining_repeats,
     state_of,
+    warn_of_other_launch,
 )
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import HarnessError, ResultsError
@@ -109,6 +110,8 @@ class Launcher:
         Raises:
             SweepEnded: rank 0 has no disk space for another run; raised on all ranks.
         """
+        if self._world.is_first:
+            warn_of_other_launch(self._results, self.ranks)
         planned = plan_runs(cases, self.ranks)
         is_resuming = self._options.resume and self._world.is_first
         done = finished_repeats(self._results) if is_resuming else {}

@@ -12,7 +12,7 @@ import pytest
 from made_runs import header_of
 from waiting import wait_until
 
-from harness.cases import finished_repeats
+from harness.cases import finished_repeats, warn_of_other_launch
 from harness.measure import heartbeat
 from harness.measure.heartbeat import HEARTBEAT_FILE, Heartbeat, find_dead_writer
 from harness.measure.store import read_header, read_results, write_header
@@ -49,7 +49,7 @@ def test_every_beat_renews_the_file_and_writes_it_again_where_it_is_missing(run_
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir):
+def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir, caplog):
     program = (
         "import sys, time, pathlib; from harness.measure.heartbeat import Heartbeat\n"
         "with Heartbeat(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(60)"
@@ -59,8 +59,13 @@ def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir):
     )
     writer.stdout.readline()
     assert find_dead_writer(run_dir) == ""
+    warn_of_other_launch(run_dir.parent, HEADER.ranks)
+    assert f"another launch measures on node0 now ({HEADER.run_id})" in caplog.text
+    caplog.clear()
     writer.send_signal(signal.SIGKILL)
     writer.wait()
+    warn_of_other_launch(run_dir.parent, HEADER.ranks)
+    assert caplog.text == ""
     header = read_header(run_dir)
     assert header.status == "crash"
     assert f"rank 0 on {os.uname().nodename}) died without closing it" in header.reason
