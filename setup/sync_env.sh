@@ -68,12 +68,12 @@ parse_flags() {
     [[ -x $root/.venv/bin/python ]] || fail "this host has no environment: bash setup/install.sh"
 }
 
-# Prints the files of the checkout, zero-separated.
+# Prints the files of the checkout, zero-separated, without links to directories (as of .venv or data).
 code_files() {
     cd "$root"
     if [[ -e .git ]] && command -v git >/dev/null; then
         git ls-files -z --cached --others --exclude-standard -- ':!.sync-*' | while IFS= read -r -d '' file; do
-            [[ ! -e $file ]] || printf '%s\0' "$file"
+            [[ ! -f $file ]] || printf '%s\0' "$file"
         done
     else
         find . -type f -not -path './.venv/*' -not -path './results/*' -not -path './plots/*' \

@@ -103,6 +103,18 @@ def test_builds_of_one_release_and_patches_of_one_python_are_the_same_versions(m
     assert capsys.readouterr().out.startswith("python 3.12, torch 2.13.0, torchvision 2.13.0, ")
 
 
+def test_links_to_directories_and_repositories_inside_are_no_files_of_the_checkout(tmp_path):
+    root = tmp_path / "checkout"
+    for repository in (root, root / "models"):
+        completed("git", "init", "-q", repository)
+    (root / "code.py").write_text("")
+    (root / "data").symlink_to(tmp_path)  # on a larger disk
+    digest = f"source {ROOT}/setup/sync_env.sh; root={root}; code_files; code_digest"
+    done = completed("bash", "-c", digest)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\0")[:-1] == ["code.py"]
+
+
 def test_hosts_install_through_the_proxies_and_indexes_of_here_and_no_argument_tells(tmp_path):
     script = '#!/bin/bash\necho "$*"\nenv -u PIP_INDEX_URL -u http_proxy bash -c "${@: -1}"\n'
     write_program(tmp_path / "bin" / "ssh", script)
