@@ -84,9 +84,14 @@ stop_all() {
     running=()
 }
 
+# Prints the last line of what a host has written to stderr.
+last_error() {
+    tr -d '\r' <"$work/$1.err" | grep -v '^@\|^$' | tail -n 1 # ssh ends its lines by CR and LF
+}
+
 # Prints the reason why a host could not be reached, in one line.
 why_unreachable() {
     local reason
-    reason=$(tr -d '\r' <"$work/$1.err" | grep -v '^@\|^$' | tail -n 1) # ssh ends its lines by CR and LF
+    reason=$(last_error "$1")
     echo "${reason:-no answer in time}; run: bash setup/check_nodes.sh ${hostfile:-HOSTFILE}"
 }

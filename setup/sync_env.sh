@@ -90,7 +90,7 @@ only_hash() { sed 's/.*"harness_hash": "\([0-9a-f]*\)".*/\1/'; }
 
 # Makes a mark on a host's disk, by which hosts that share a disk with each other are found.
 announce() {
-    ask "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
+    ask "$probe_timeout_s" "$1" "echo answered; mkdir -p $dir && : >$dir/$mark.$1 && echo marked"
 }
 
 # Makes marks on all hosts; hosts that do not answer are not tried again.
@@ -99,7 +99,7 @@ announce_all() {
     on_all announce "${hosts[@]}"
     reached=()
     for host in "${hosts[@]}"; do
-        if [[ $(<"$work/$host") == reached ]]; then
+        if [[ $(<"$work/$host") == *marked ]]; then
             reached+=("$host")
         else
             keep_answer "$host"
@@ -142,7 +142,7 @@ bring() {
     remove_programs "$host"
     (cd "$root" && code_files | tar -cf - --null -T -) | unpack "$host"
     if [[ $copy_venv == yes ]]; then
-        (cd "$root" && tar -cf - .venv) | unpack "$host"
+        (cd "$root" && tar -cf - .venv/.) | unpack "$host"
     else
         install_on "$host"
     fi
@@ -195,7 +195,9 @@ report() {
     local host=$1
     local -a answer
     mapfile -t answer <"$work/$host.probe"
-    if ((${#answer[@]} != 5)); then
+    if [[ ${answer[*]} == answered ]]; then
+        row "$host" '?' "NOT WRITABLE: $(last_error "$host.probe"); make $dir writable there"
+    elif ((${#answer[@]} != 5)); then
         row "$host" '?' "UNREACHABLE: $(why_unreachable "$host.probe")"
     elif is_same "${answer[@]}"; then
         row "$host" "${answer[0]}" OK

@@ -124,6 +124,12 @@ def test_an_own_disk_gets_the_code_and_an_installation(live_hostfile, checkout):
     assert _cluster("exec", "1", "--", "cat", place).stdout == "second = 2\n"
     assert sorted(path.name for path in checkout.glob(".sync*")) == []
 
+    remount = ("mount", "-n", "-o", "remount,ro", str(checkout))
+    assert _cluster("exec", "1", "--", *remount, cwd=Path("/")).returncode == 0
+    row = _rows(_sync(checkout, live_hostfile, "--apply"))[NODES[1]]
+    assert "NOT WRITABLE: " in row
+    assert row.endswith(f"Read-only file system; make {checkout} writable there")
+
 
 def test_programs_edited_or_left_over_on_a_host_are_found_and_replaced(
     live_hostfile, checkout, tmp_path_factory
