@@ -98,11 +98,17 @@ def load(state: State) -> Saved:
 
     Raises:
         ConfigError: no such cluster.
-        EnvironmentSetupError: the file is damaged.
+        EnvironmentSetupError: the file is damaged, or this user may not read it.
     """
-    if not state.plan_file.exists():
+    try:
+        is_up = state.plan_file.exists()
+        others = [] if is_up else [other.name for other in existing(state.root)]
+    except PermissionError:
+        raise EnvironmentSetupError(f"no right to read {state.root}: run as root") from None
+    if not is_up:
+        up = f"give --name of one that is ({', '.join(others)}), or " if others else ""
         raise ConfigError(
-            f"no virtual cluster named {state.name} is up: "
+            f"no virtual cluster named {state.name} is up: {up}"
             "make one with `bash setup/virtual_cluster.sh up --nodes 5`"
         )
     try:

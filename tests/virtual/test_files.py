@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -136,6 +137,16 @@ def test_description_names_keys_and_holds_none(saved, tmp_path):
 def test_a_missing_cluster_is_named_with_the_remedy(tmp_path):
     with pytest.raises(ConfigError, match="no virtual cluster named second is up: make one with"):
         state.load(State(tmp_path, "second"))
+    (tmp_path / "first").mkdir()
+    with pytest.raises(ConfigError, match=r"up: give --name of one that is \(first\), or make"):
+        state.load(State(tmp_path, "second"))
+
+
+def test_a_state_that_this_user_may_not_read_is_refused(tmp_path, monkeypatch):
+    place = State(tmp_path, "second")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError))
+    with pytest.raises(EnvironmentSetupError, match=f"no right to read {tmp_path}: run as root"):
+        state.load(place)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"plan": {}}', "[1]"])
