@@ -59,28 +59,6 @@ def test_volta_counts_errors_by_double_bits(smi_xml):
     assert facts_of(text).gpus[0].ecc_uncorrected == 3
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "status", "words"),
-    [
-        ("", "", Status.OK, "1x NVIDIA H200 140 GiB at 1980/1980 MHz, driver 570.124.06"),
-        ("<dram_uncorrectable>0<", "<dram_uncorrectable>2<", Status.CRITICAL,
-         "2 uncorrectable memory errors"),
-        ("hw_thermal_slowdown>Not Active<", "hw_thermal_slowdown>Active<", Status.WARN,
-         "slowed down: too hot (hardware)"),
-        ("<current_mig>Disabled", "<current_mig>Enabled", Status.WARN, "cut into MIG instances"),
-        ("<used>4 MiB", "<used>90000 MiB", Status.WARN, "in use: 87.9 GiB held"),
-        ("<gpu_temp>41 C", "<gpu_temp>88 C", Status.WARN, "at 88 C"),
-        ("<total>143771 MiB", "<total>[Unknown Error]", Status.CRITICAL, "does not answer"),
-    ],
-)  # fmt: skip
-def test_each_state_of_a_gpu_has_its_verdict(hosts, smi_xml, old, new, status, words):
-    text = smi_xml("h200").replace(old, new)
-    (finding,) = hosts(1).facts(0, gpu=facts_of(text)).judge("gpu", 0)
-    assert finding.status is status
-    assert words in finding.detail
-    assert bool(finding.remedy) is (status is not Status.OK)
-
-
 def test_who_holds_the_memory_is_named_with_the_owner(hosts, smi_xml):
     text = smi_xml("rtx3070").replace("<used>18 MiB", "<used>6000 MiB")
     text = text.replace("/usr/lib/xorg/Xorg", "/home/eve/.venv/bin/python").replace(

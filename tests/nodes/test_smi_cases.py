@@ -1,4 +1,4 @@
-"""Unusual machines: a stand-in prints what their nvidia-smi printed; the real probe asks it."""
+"""Unusual machines, by what their nvidia-smi printed; the real probe asks a stand-in for it."""
 
 import os
 import re
@@ -102,10 +102,6 @@ MACHINES = {
         ), 0,
         WARN, "RTX 3080) is in use: 1.5 GiB held, 3% busy, by Xwayland (pid 23", "wait",
     ),
-    "latin1-process": (
-        other(used="900 MiB", processes=process(77, "/opt/caf\xe9/python", "500 MiB")), 0,
-        WARN, "900 MiB held, 0% busy, by python (pid 77", "wait",
-    ),
     "unescaped-process": (
         other(used="900 MiB", processes=process(77, "python train.py --a 1 & <x>", "500 MiB")), 0,
         WARN, "by python train.py --a 1 & <x> (pid 77", "wait",
@@ -185,25 +181,13 @@ def probe_with(answer, returncode, tmp_path):
     return facts
 
 
-@pytest.mark.parametrize(
-    ("answer", "returncode", "status", "detail", "remedy"), MACHINES.values(), ids=MACHINES
-)
-def test_each_machine_has_its_finding_and_remedy(
-    hosts, answer, returncode, status, detail, remedy, tmp_path
-):
-    facts = probe_with(answer.encode("latin-1"), returncode, tmp_path)
-    (finding,) = hosts(1).facts(0, gpu=facts.gpu).judge("gpu", 0)
-    assert finding.status is status
-    assert detail in finding.detail
-    assert remedy in finding.remedy
-    assert bool(finding.remedy) is (status is not OK)
-
-
-def test_the_name_of_a_process_is_no_mark_of_the_probe(tmp_path):
-    text = other(processes=process(77, "x\n@harness:end\n@rc=9\ny\x1b[31m", "500 MiB"))
-    facts = probe_with(text.encode(), 0, tmp_path)
-    (gpu,) = facts.gpu.gpus
-    assert (gpu.memory_total_bytes, facts.gpu.smi_returncode) == (40960 * 2**20, None)
+def test_the_probe_hands_on_what_nvidia_smi_printed_and_its_status(tmp_path):
+    name = "caf\xe9\n@harness:end\n@rc=9\ny\x1b[31m"  # no mark of the probe, and no UTF-8
+    text = other(processes=process(77, name, "500 MiB"))
+    (gpu,) = probe_with(text.encode("latin-1"), 0, tmp_path).gpu.gpus
+    assert gpu.memory_total_bytes == 40960 * 2**20
+    failed = probe_with(b"No devices were found\n", 6, tmp_path).gpu
+    assert (failed.smi_error, failed.smi_returncode) == ("No devices were found", 6)
 
 
 def gpu_of(text, n_cards=0, returncode=0):
@@ -215,7 +199,21 @@ def gpu_of(text, n_cards=0, returncode=0):
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "returncode", "status", "detail", "remedy"), MACHINES.values(), ids=MACHINES
+)
+def test_each_machine_has_its_finding_and_remedy(hosts, answer, returncode, status, detail, remedy):
+    (finding,) = hosts(1).facts(0, gpu=gpu_of(answer, returncode=returncode)).judge("gpu", 0)
+    assert finding.status is status
+    assert detail in finding.detail
+    assert remedy in finding.remedy
+    assert bool(finding.remedy) is (status is not OK)
+
+
 CASES_OF_ONE = [
+    ("<dram_uncorrectable>0<", "<dram_uncorrectable>2<", CRITICAL, "2 uncorrectable memory errors"),
+    ("hw_thermal_slowdown>Not Active<", "hw_thermal_slowdown>Active<", WARN,
+     "slowed down: too hot (hardware)"),
     ("<fan_speed>N/A", "<fan_speed>ERR!", WARN, "has ERR! in fan_speed"),
     ("<gpu_temp>30 C", "<gpu_temp>ERR!", CRITICAL, "faulty: ERR! in gpu_temp"),
     ("<total>40960 MiB", "<total>[Unknown Error]", CRITICAL, "does not answer: Unknown Error"),

@@ -94,6 +94,7 @@ def check(capsys, tmp_path, names, *flags):
 
 
 def test_every_host_gets_its_own_verdict_within_one_timeout(fake_ssh, capsys, tmp_path):
+    before = children()
     names = ["good", "denied", "unknown", "hang", "wedged", "off", "nologin"]
     start_s = time.monotonic()
     code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "port,login,shell,cpu")
@@ -104,19 +105,14 @@ def test_every_host_gets_its_own_verdict_within_one_timeout(fake_ssh, capsys, tm
     for name in ("denied", "unknown", "hang", "wedged", "nologin"):
         assert (name, seen[name]["port"], seen[name]["login"]) == (name, "OK", "CRITICAL")
     assert seen["hang"]["cpu"] == "UNKNOWN"
+    wait_until(lambda: children() == before, 5)
 
 
 def test_a_hung_host_does_not_hold_up_the_others_connections(fake_ssh, capsys, tmp_path):
     names = ["localhost", "127.0.0.1", "hang"]
-    code, seen = check(capsys, tmp_path, names, "--timeout", "6s", "--only", "login,tcp")
+    code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "login,tcp")
     assert code == 2
     assert [seen[name]["tcp"] for name in names] == ["OK", "OK", "UNKNOWN"]
-
-
-def test_no_child_outlives_the_check(fake_ssh, capsys, tmp_path):
-    before = children()
-    check(capsys, tmp_path, ["good", "hang", "wedged"], "--timeout", "2s", "--only", "login")
-    wait_until(lambda: children() == before, 5)
 
 
 def children():
@@ -196,20 +192,11 @@ def test_a_slow_host_joins_those_that_were_quick(fake_ssh, capsys, tmp_path):
     assert code == 0
 
 
-def test_the_sum_over_real_ranks_is_right(fake_ssh):
-    pytest.importorskip("torch")
-    reduction = reduce_over(["a", "b"], sys.executable, 60)
-    assert (reduction.hosts, reduction.backend) == (("a", "b"), "gloo")
-    assert (reduction.errors, reduction.left_out) == ({}, {})
+def test_ranks_that_get_ready_sum_right_and_the_others_are_named(fake_ssh):
+    reduction = reduce_over(["a", "b", "denied"], sys.executable, 60)
+    assert (reduction.hosts, reduction.backend, reduction.errors) == (("a", "b"), "gloo", {})
     assert reduction.duration_s is not None
-
-
-def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh):
-    pytest.importorskip("torch")
-    reduction = reduce_over(["a", "denied"], sys.executable, 60)
-    assert reduction.hosts == ("a",)
     assert "Permission denied" in reduction.left_out["denied"]
-    assert reduction.errors == {}
 
 
 def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh, tmp_path):
@@ -256,12 +243,3 @@ def test_a_missing_ssh_client_is_one_clear_error(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([str(tmp_path / "hosts")]) == 2
     assert "no ssh client on this machine" in capsys.readouterr().err
-
-
-def test_help_names_every_check(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "exit code: 0 all OK" in text
-    assert "  allreduce  torch.distributed sums over all hosts" in text
