@@ -20,7 +20,6 @@ from harness.plan.published.flexflow2018.model import (
     LayerCut,
     LayerProblem,
     Machine,
-    alexnet,
     format_plan,
     part_ms,
     to_strategy,
@@ -60,14 +59,13 @@ def chain_at(problem, plan, seed):
     return chain
 
 
-@pytest.mark.parametrize("shape", [*TOPOLOGIES, (8, 4)])
-@pytest.mark.parametrize("seed", range(2))
-def test_the_bound_changes_no_decision(shape, seed):
+@pytest.mark.parametrize("shape", [(1, 2), (2, 4), (8, 4)])
+def test_the_bound_changes_no_decision(shape):
     problem = LayerProblem(Machine(*shape))
-    chains = [chain_at(problem, problem.data_parallel(), seed) for _ in range(2)]
+    chains = [chain_at(problem, problem.data_parallel(), seed=1) for _ in range(2)]
     for temperature_ms in (20.0, 5.0, 0.5, 0.05):
         for chain, use_bound in zip(chains, (True, False), strict=True):
-            walk(chain, 1000, temperature_ms, use_bound)
+            walk(chain, 300, temperature_ms, use_bound)
         assert chains[0].cost_ms[CURRENT] == chains[1].cost_ms[CURRENT]
         assert np.array_equal(chains[0].current, chains[1].current)
         assert np.array_equal(chains[0].best, chains[1].best)
@@ -76,7 +74,7 @@ def test_the_bound_changes_no_decision(shape, seed):
     assert chains[0].random[0] == chains[1].random[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", TOPOLOGIES)
 def test_every_seed_finds_the_best_listed_step(shape, seed):
     problem = LayerProblem(Machine(*shape))
@@ -205,16 +203,6 @@ def test_unequal_nodes_are_refused():
 def test_data_parallel_costs_the_published_step(n_nodes, n_devices, printed):
     problem = LayerProblem(Machine(n_nodes, n_devices))
     assert f"{step_ms(problem, problem.data_parallel()):.3f}" == printed
-
-
-def test_alexnet_has_the_sizes_of_the_text():
-    sizes = {layer.name: (layer.n_in, layer.n_out) for layer in alexnet()}
-    assert sizes["conv1"] == (3 * 224**2, 64 * 55**2)
-    assert sizes["pool2"] == (64 * 55**2, 64 * 27**2)
-    assert sizes["pool8"] == (256 * 13**2, 256 * 6**2)
-    assert sizes["linear9"] == (9216, 4096)
-    assert sizes["linear11"] == (4096, 1000)
-    assert alexnet()[-1].has_softmax
 
 
 def test_costs_of_parts_by_hand():

@@ -195,22 +195,6 @@ def chain_workload(compute_s, parameters, outputs):
     )
 
 
-def test_balanced_chain_is_split_in_the_middle():
-    work = chain_workload([1.0, 1.0, 1.0, 1.0], [10**9] * 4, [0] * 4)
-    found = solve(work, levels_of([2], [1e6]))
-    assert found.step_s == 2.0
-    members = found.cuts.members
-    stages = [(members[s.start], members[s.end], s.n_replicas) for s in found.stages]
-    assert stages == [(0, 3, 1), (3, 15, 1)]
-
-
-def test_model_without_parameters_is_replicated():
-    work = chain_workload([3.0, 1.0], [0, 0], [10**9, 10**9])
-    found = solve(work, levels_of([4], [1e6]))
-    assert found.step_s == 1.0
-    assert [s.n_replicas for s in found.stages] == [4]
-
-
 def test_replicas_pay_for_gradients():
     # (c + 4 (r - 1) P / (B r)) / r with c = 4, P = 8e6, B = 1e6, r = 2: (4 + 16) / 2
     work = chain_workload([4.0], [8 * 10**6], [0])
