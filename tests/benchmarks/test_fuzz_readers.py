@@ -40,12 +40,12 @@ def read(name, data, folder):
 def test_only_the_readers_own_error_comes_out(name, tmp_path):
     seeds = READERS[name].seeds()
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**32), st.sampled_from(seeds))
     def mutations(seed, data):
         read(name, fuzz_mutations.mutate(Random(seed), data), tmp_path)
 
-    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     @given(st.binary() | st.text().map(lambda text: text.encode(errors="replace")))
     def anything(data):
         read(name, data, tmp_path)

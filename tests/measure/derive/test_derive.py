@@ -447,16 +447,6 @@ def test_collectives_above_the_link_are_counted_and_noise_is_said():
     ]
 
 
-def test_the_best_link_is_that_of_each_transport():
-    samples = [
-        Sample(metric="link_transfer_s", value=value, labels=labels)
-        for value, transport in ((1.0, "gloo"), (0.25, "mpi"))
-        for labels in [{"source": 0, "target": 1, "transport": transport, "n_bytes": 1000}]
-    ]
-    run = make_run([samples, []], workload="links")
-    assert best_links_bytes_per_s(run) == {"gloo": 1000.0, "mpi": 4000.0}
-
-
 def point(n, work, time_s, **more):
     series = more.pop("series", "ddp")
     return ScalingPoint(
@@ -478,19 +468,6 @@ def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device():
     assert (strong.low, strong.high) == pytest.approx((0.625 * 0.9 / 1.1, 0.625 * 1.1 / 0.9))
     (_, weak) = scaling_table(points, "weak")
     assert weak.efficiency == 10 / 12.5
-
-
-def test_single_device_run_is_the_baseline_of_every_strategy():
-    points = [
-        point(1, 100, 10.0, series="single", is_baseline=True),
-        point(2, 100, 5.0, series="ddp"),
-        point(2, 100, 8.0, series="pipeline"),
-    ]
-    rows = scaling_table(points, "strong")
-    assert [(r.point.series, r.efficiency) for r in rows if r.point.n_devices == 2] == [
-        ("ddp", 1.0),
-        ("pipeline", 0.625),
-    ]
 
 
 def test_one_number_of_devices_has_no_scaling():
