@@ -31,8 +31,6 @@ from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
-OF_PREDICTIONS = ["prediction", "prediction_choice", "prediction_error", "timeline"]
-
 
 @pytest.fixture(scope="module")
 def catalog(planned):
@@ -210,14 +208,6 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_p
     assert "pipeline-0/prediction.json" in (tmp_path / "plots" / "report.html").read_text()
     table = table_of("prediction", root)
     assert "pipeline" not in set(table["strategy"])
-
-
-def test_runs_without_predictions_are_absent_and_no_error(comparison, tmp_path, capsys):
-    names = OF_PREDICTIONS
-    assert main([str(comparison), "--output", str(tmp_path), "--only", *names]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.count("not drawn: ") == len(names)
 
 
 def test_a_clock_that_was_not_measured_is_said(tmp_path, planned):

@@ -82,13 +82,6 @@ def test_a_run_that_is_not_ok_is_named_in_the_warnings(catalog):
     assert line.startswith("too-large: oom: ")
 
 
-def test_repeats_merge_into_one_row(catalog):
-    table = table_of("throughput", catalog)
-    ddp = row_of(table, strategy="ddp", batch=160)
-    assert ddp["n_repeats"] == 3
-    assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
-
-
 def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
     for name, slower in (("a", 1), ("b", 3)):
         runs = {workload: make_header(workload, {}, make_cluster(2), run_id=f"{workload}-{name}")

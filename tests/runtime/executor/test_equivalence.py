@@ -63,8 +63,8 @@ def test_sparse_gradients_are_trained_as_dense_ones(ranks):
     assert first_beyond(ranks.train(case), wanted, TOLERANCE) is None
 
 
-# One of each model, on 2 and 3 ranks, then all schedules; the rest is in the slow set.
-@pytest.mark.parametrize("index", [0, 1, 7, 14, 16, 21, 22, 24, 26, 27])
+# On 2 to 5 ranks; other models have copies of operators below, and the rest is in the slow set.
+@pytest.mark.parametrize("index", [1, 14, 16, 22, 27])
 def test_random_strategies_train_what_one_device_trains(index, ranks):
     case = random_case(1, index)
     assert_equal(msgspec.structs.replace(case, n_ranks=max(case.n_ranks, 2)), ranks)
@@ -135,16 +135,16 @@ NAMED = [
     ("exported", "ddp", 2, 8, {}),
     *(("exported", name, 2, 8, {"dropout": "exact"}) for name in ("tensor parallel", "1f1b")),
     # Rows of several samples, which are cut between samples.
-    *(("merged_rows", name, 3, 10, {}) for name in ("ddp", "ddp by speed", "2-1 1f1b")),
+    *(("merged_rows", name, 3, 10, {}) for name in ("ddp by speed", "2-1 1f1b")),
     # Weights that are computed: gradients of linear layers written in place, of microbatches apart;
     # neither, and joined.
     *(
         ("normed_weights", name, 2, 8 + seed, {"seed": seed})
-        for name in ("ddp", "gpipe", "zero_bubble")
+        for name in ("ddp", "zero_bubble")
         for seed in (0, 1)
     ),
     # Compiled segments.
-    *(("mlp", name, 2, 8, {"backend": "aot_eager"}) for name in ("ddp", "1f1b")),
+    ("mlp", "1f1b", 2, 8, {"backend": "aot_eager"}),
 ]
 
 

@@ -105,16 +105,13 @@ def check_parts(module, node, inputs):
 @pytest.mark.parametrize(
     ("name", "n_regions", "n_groups", "sections", "keys"),
     [
-        ("transformers_bert", 2, 4, ((0, 16),), "any"),
         ("transformers_gpt2", 2, 4, ((0, 16), (16, 32), (32, 48)), "any"),
         ("transformers_llama", 2, 2, ((0, 16),), "any"),
         ("transformers_llama_eager", 2, 2, ((0, 16),), "input"),
         ("transformers_t5", 3, 4, ((0, 16),), "any"),
-        ("transformers_bart", 3, 4, ((0, 16),), "any"),
         ("transformers_bloom", 2, 4, ((0, 48),), "input"),
         ("transformers_gptj", 2, 4, ((0, 16),), "any"),
         ("transformers_deberta_v2", 2, 4, ((0, 16),), None),
-        ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48)), "any"),
         ("transformers_xlm", 2, 4, ((0, 16),), "input"),
         ("timm_swinv2_tiny_window8_256", 2, 2, ((0, 8), (8, 16), (16, 24)), "input"),
     ],
