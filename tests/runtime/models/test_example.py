@@ -480,7 +480,7 @@ def test_a_cached_function_keeps_no_fake_tensor_and_a_flag_is_passed():
     assert type(_table(torch.device("cpu"))) is torch.Tensor
 
 
-@pytest.mark.parametrize("name", ["gpt2_labels", "bert_span", "t5_labels", "vit_labels"])
+@pytest.mark.parametrize("name", ["gpt2_labels", "bert_span", "t5_labels"])
 def test_the_loss_of_a_transformers_model_is_its_own(name):
     allow_torchvision()
     model, example = ZOO[f"transformers_{name}"].build()

@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.tracing import kept_calls
-from harness.runtime.tracing.kept_calls import LONGEST, WholeModule
+from harness.runtime.tracing.kept_calls import WholeModule
 
 
 class Decay(nn.Module):
@@ -44,8 +44,9 @@ def captured(n_steps):
     return held(users_task(Net(), {"x": torch.randn(2, n_steps, 6)}), 8)
 
 
-def test_a_long_loop_is_one_operator_that_is_cut_by_samples():
-    found = captured(n_steps=LONGEST // 4)
+def test_a_long_loop_is_one_operator_that_is_cut_by_samples(monkeypatch):
+    monkeypatch.setattr(kept_calls, "LONGEST", 80)
+    found = captured(n_steps=20)
     whole = [k for k, n in found.nodes.items() if isinstance(n.target, WholeModule)]
     operators = [op for op in found.graph.operators if op.name in whole]
     assert len(operators) == 3

@@ -1,6 +1,5 @@
 """What mixes the samples of a batch is found by running it, and nothing else is taken for it."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -173,7 +172,6 @@ def test_usual_models_keep_samples_apart(name):
     assert mixing_of(small_task(name)) == []
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(("batch_first", "is_mixing"), [(True, False), (False, True)])
 @pytest.mark.parametrize(
     ("layer", "sizes", "n_read"),
@@ -184,12 +182,12 @@ def test_usual_models_keep_samples_apart(name):
     ],
 )
 def test_a_layer_that_takes_samples_for_steps_mixes_them(
-    layer, sizes, n_read, batch_first, is_mixing, dropout
+    layer, sizes, n_read, batch_first, is_mixing
 ):
     class Steps(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = layer(*sizes, batch_first=batch_first, dropout=dropout)
+            self.layer = layer(*sizes, batch_first=batch_first, dropout=0.5)
             self.head = nn.Linear(4, 3)
 
         def forward(self, x):
@@ -260,7 +258,7 @@ def test_a_number_that_grows_in_large_batches_alone_mixes_samples():
     assert mixing(lambda x: x * max(x.shape[0], 8)) == []
 
 
-@pytest.mark.parametrize("dims", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("dims", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_a_function_mixes_samples_along_their_dim_alone(dims):
     names = ["softmax", "cumsum", "logsumexp", "flip"]
     cases = [(name, dim) for name in names for dim in range(3)]
