@@ -91,7 +91,7 @@ def simulated(graph, strategy, n_ranks, dtype):
 def test_what_travels_is_what_was_simulated(make_case, dtype):
     precision = Precision(dtype, torch.device("cpu"))
     n_equal = n_mixed = 0
-    for index in range(120):
+    for index in range(64):
         case = make_case(5, index)
         strategy, sizes = case.strategy, case.strategy.microbatch_sizes()
         if case.model not in MODELS or case.n_ranks == 1 or len(set(sizes)) > 1:
@@ -105,5 +105,5 @@ def test_what_travels_is_what_was_simulated(make_case, dtype):
             continue
         assert ours == theirs, case.name
         n_equal += 1
-    assert n_equal > 15
+    assert n_equal > 8
     assert n_mixed <= 2
