@@ -31,12 +31,7 @@ settings.load_profile("busy")
 
 # The longest files. xdist gives a worker a second file at once while it has few tests, so a short
 # one follows the newcomer's single test.
-_FIRST = (
-    "test_newcomer.py",
-    "test_survival.py",
-    "test_launch.py",
-    "test_start.py",
-)
+_FIRST = ("test_newcomer.py", "test_survival.py", "test_launch.py", "test_start.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,5 @@
 """The zoo's verdicts: what equals one device is ok, anything else is wrong or refused."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -68,15 +67,3 @@ def test_samples_are_cut_finer_than_another_operator_takes(ranks):
     case = ZooCase(model=name, strategy=strategy)
     found = merged(ranks.run(2, train_on_ranks, case))
     assert _judged(case, found, WHOLE)["status"] == "ok"
-
-
-def test_a_run_goes_on_where_it_stopped(tmp_path, ranks):
-    path = tmp_path / "rows.jsonl"
-    options = Options(only=("plain",), strategies=("single", "ddp"), random=0, resume=path)
-    first, *others = found = list(rows(options, ranks))
-    assert [(row["strategy"], row["status"]) for row in found] == [("single", "ok"), ("ddp", "ok")]
-    assert all(
-        row[key] > 0 for row in found for key in ("captured_s", "predicted_step_s", "step_s")
-    )
-    path.write_text(json.dumps(first) + "\n")
-    assert [row["strategy"] for row in rows(options, ranks)] == [row["strategy"] for row in others]

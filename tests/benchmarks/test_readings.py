@@ -12,7 +12,6 @@ from launching import ROOT
 
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.errors import ResultsError
 from harness.measure.store import read_header, read_results, write_header
 
 
@@ -135,13 +134,3 @@ def test_what_fp32_leaves_open_is_told_by_float64(judging, tmp_path, monkeypatch
     assert judging.trains_the_same(differences, {"searched": 1e-14})
     monkeypatch.setattr(judging, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
     assert not judging.trains_the_same(judging.loss_differences(found), {})
-
-
-def test_a_directory_without_what_a_benchmark_reads_is_refused(load, tmp_path, monkeypatch, capsys):
-    phases = load("phases")
-    with pytest.raises(ResultsError, match="holds no ok train run on several ranks"):
-        phases.main(phases.Options(results=tmp_path))
-    monkeypatch.setattr(sys, "argv", ["planner_pipedream.py", "--pipedream", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        load("planner_pipedream").main()
-    assert "give a clone of PipeDream" in capsys.readouterr().err

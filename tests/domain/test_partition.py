@@ -31,12 +31,7 @@ def test_cut_that_leaves_a_part_empty_is_refused(size, cut):
 
 def test_blocks_are_numbered_row_major_over_the_dims():
     found = blocks(["sample", "feature"], [4, 6], {"feature": 2, "sample": 2})
-    assert found == [
-        ((0, 2), (0, 3)),
-        ((0, 2), (3, 6)),
-        ((2, 4), (0, 3)),
-        ((2, 4), (3, 6)),
-    ]
+    assert found == [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 3)), ((2, 4), (3, 6))]
     assert part_index(["sample", "feature"], {"feature": 2, "sample": 2}, 2) == {
         "sample": 1,
         "feature": 0,

@@ -3,13 +3,7 @@
 import msgspec
 import pytest
 
-from harness.errors import (
-    ModelError,
-    PeerError,
-    ResultsError,
-    StrategyError,
-    VerificationError,
-)
+from harness.errors import ModelError, PeerError, ResultsError, StrategyError, VerificationError
 from harness.measure.reached import Standstill
 from harness.run import Outcome, _classify, lost_ranks, with_note, worst
 

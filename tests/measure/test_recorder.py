@@ -87,8 +87,7 @@ def test_what_the_warm_up_left_is_forgotten():
 
 
 STEPS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12), st.booleans()),
-    max_size=20,
+    st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=20
 )
 
 

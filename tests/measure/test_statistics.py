@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.statistics import (
-    median_interval_ranks,
-    paired_ratio,
-    summarize,
-    verdict,
-)
+from harness.measure.statistics import median_interval_ranks, paired_ratio, summarize, verdict
 
 
 def test_eight_samples_are_the_first_with_a_99_percent_interval():

@@ -6,13 +6,7 @@ import pytest
 from launching import write_program
 
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
-from harness.nodes.mpi import (
-    common_network,
-    explain_mpirun,
-    find_mpirun,
-    mpi_command,
-    run_hello,
-)
+from harness.nodes.mpi import common_network, explain_mpirun, find_mpirun, mpi_command, run_hello
 from harness.nodes.ssh import remote_text
 
 

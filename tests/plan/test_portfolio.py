@@ -119,12 +119,10 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
     def best(pipelines):
         objective = Objective(simulator)
         return min(
-            (
-                search.judge(p, objective, schedule)
-                for p in pipelines
-                for schedule in schedules_for(n_microbatches)
-                if all(len(g) <= search.fewest for g in p.groups)
-            ),
+            search.judge(p, objective, schedule)
+            for p in pipelines
+            for schedule in schedules_for(n_microbatches)
+            if all(len(g) <= search.fewest for g in p.groups)
         )
 
     assert best(search.candidates(120)) == best(every_pipeline(search, 3))

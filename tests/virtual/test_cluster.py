@@ -111,8 +111,7 @@ def _iperf_bytes_per_s(cluster, source, target):
 # which the best of some readings counts.
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("source", "target", "limit_bytes_per_s"),
-    [(0, 1, 25e6), (0, 2, 6.25e6), (2, 0, 6.25e6)],
+    ("source", "target", "limit_bytes_per_s"), [(0, 1, 25e6), (0, 2, 6.25e6), (2, 0, 6.25e6)]
 )
 def test_a_transfer_is_as_fast_as_the_slower_link(cluster, source, target, limit_bytes_per_s):
     best = 0.0

@@ -85,12 +85,7 @@ def test_version_2_serves_what_it_controls(tmp_path):
 
 @pytest.mark.parametrize(
     ("cpu", "quota_and_period"),
-    [
-        (0.4, (1_000, 2_500)),
-        (0.36, (1_000, 2_778)),
-        (1.5, (1_500, 1_000)),
-        (0.05, (1_000, 20_000)),
-    ],
+    [(0.4, (1_000, 2_500)), (0.36, (1_000, 2_778)), (1.5, (1_500, 1_000)), (0.05, (1_000, 20_000))],
 )
 def test_the_period_is_the_shortest_whose_quota_the_kernel_takes(cpu, quota_and_period):
     assert cpu_quota_us(cpu) == quota_and_period

@@ -41,10 +41,7 @@ from harness.workloads.train.workload import TrainLoop, run_train
 def tiny_mlp(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
     """A factory as a user would write it."""
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(n_channels * image_size**2, 16),
-        nn.Tanh(),
-        nn.Linear(16, n_classes),
+        nn.Flatten(), nn.Linear(n_channels * image_size**2, 16), nn.Tanh(), nn.Linear(16, n_classes)
     )
 
 

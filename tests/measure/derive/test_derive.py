@@ -29,10 +29,7 @@ from harness.measure.derive.links import (
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
 from harness.measure.derive.steps import step_times
-from harness.measure.derive.training import (
-    training_summary,
-    with_outliers_of_repeats,
-)
+from harness.measure.derive.training import training_summary, with_outliers_of_repeats
 from harness.measure.statistics import summarize
 from harness.measure.text import rate_interval_words
 from harness.units import format_bandwidth, format_flops
@@ -160,10 +157,7 @@ def test_training_summary_of_a_hand_sized_run():
 
 def test_text_has_tokens_and_an_mfu_without_scores():
     run = full_run()
-    more = [
-        Sample(metric="score_flops", value=0.5e12),
-        Sample(metric="tokens_per_sample", value=8),
-    ]
+    more = [Sample(metric="score_flops", value=0.5e12), Sample(metric="tokens_per_sample", value=8)]
     ranks = [[*records, *more] for records in run.ranks.values()]
     summary = training_summary(make_run(ranks, peak={"fp32": 1e12}))
     assert summary.tokens_per_s == 16.0

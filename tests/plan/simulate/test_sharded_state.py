@@ -258,8 +258,7 @@ def test_no_weights_travel_where_none_are_shared():
 
 
 @pytest.mark.parametrize(
-    ("memory", "state"),
-    [(13e6, "none"), (9e6, "optimizer"), (7.5e6, "parameters")],
+    ("memory", "state"), [(13e6, "none"), (9e6, "optimizer"), (7.5e6, "parameters")]
 )
 def test_data_parallelism_shards_what_memory_needs(memory, state):
     graph, profile = row({f"fc{k}": 10**6 // 4 for k in range(16)})

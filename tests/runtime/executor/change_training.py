@@ -15,14 +15,7 @@ import torch.distributed as dist
 from change_cases import ChangingCase, named_state
 from equivalence_cases import part_of, target_counts
 from equivalence_reference import Trace
-from equivalence_training import (
-    as_drawn,
-    make_engine,
-    options_of,
-    plan_of,
-    task_of,
-    whole_state,
-)
+from equivalence_training import as_drawn, make_engine, options_of, plan_of, task_of, whole_state
 from torch import Tensor
 
 from harness.domain.strategy import Strategy

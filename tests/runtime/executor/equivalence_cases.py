@@ -19,11 +19,7 @@ from equivalence_models import (
     small_task,
 )
 from equivalence_programs import draw_program
-from equivalence_strategies import (
-    random_strategy,
-    with_attention_by_positions,
-    with_copies,
-)
+from equivalence_strategies import random_strategy, with_attention_by_positions, with_copies
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.shard_state import SHARD_STATES, ShardState, shards_parameters

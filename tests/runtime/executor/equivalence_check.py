@@ -7,13 +7,7 @@ import time
 
 import msgspec
 from equivalence_cases import Case
-from equivalence_compare import (
-    FLOAT64_TOLERANCES,
-    Worst,
-    first_beyond,
-    rounded_tolerance,
-    worst,
-)
+from equivalence_compare import FLOAT64_TOLERANCES, Worst, first_beyond, rounded_tolerance, worst
 from equivalence_ranks import Ranks, RanksFailedError
 from equivalence_reference import Trace, train_alone, train_alone_asynchronously
 from equivalence_training import merged, train_by_strategy

@@ -14,22 +14,10 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut, count_parts, cut_dim
 from harness.domain.schedule import ScheduleName
-from harness.domain.sharding import (
-    HEADS,
-    cuttable_dims,
-    full_shape,
-    has_tasks,
-    may_have_copies,
-)
+from harness.domain.sharding import HEADS, cuttable_dims, full_shape, has_tasks, may_have_copies
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
-from harness.plan.builders import (
-    ddp,
-    hybrid,
-    single,
-    tables_on_devices,
-    tensor_parallel,
-)
+from harness.plan.builders import ddp, hybrid, single, tables_on_devices, tensor_parallel
 
 MAX_BLOCKS = 8
 _N_DRAWS = 200
@@ -198,12 +186,7 @@ def _draw(
 ) -> Strategy:
     n_operators = sum(has_tasks(op) for op in graph.operators)
     flow = draw_flow(
-        rng,
-        n_devices,
-        batch,
-        schedule=schedule,
-        n_operators=n_operators,
-        min_microbatch=smallest,
+        rng, n_devices, batch, schedule=schedule, n_operators=n_operators, min_microbatch=smallest
     )
     stage_of = draw_stages(rng, graph, flow.n_stages)
     plans = _Plans(rng, graph, flow.sizes)

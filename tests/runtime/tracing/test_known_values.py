@@ -68,8 +68,7 @@ def captured(middle, kind=Net):
 
 
 @pytest.mark.parametrize(
-    "middle",
-    [flag_of_sizes, clamp_if_infinite, read_before_a_write, drawn_without_a_generator],
+    "middle", [flag_of_sizes, clamp_if_infinite, read_before_a_write, drawn_without_a_generator]
 )
 def test_values_of_sizes_alone_are_followed(middle):
     captured(middle)

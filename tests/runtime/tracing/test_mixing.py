@@ -96,8 +96,7 @@ def test_operators_on_too_many_elements_are_run_smaller(monkeypatch, function, f
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("habit_batchattention", ["MultiheadAttention"]), ("unet", [])],
+    ("name", "found"), [("habit_batchattention", ["MultiheadAttention"]), ("unet", [])]
 )
 def test_modules_on_too_many_elements_keep_the_sizes_of_their_weights(monkeypatch, name, found):
     monkeypatch.setattr(harness.runtime.tracing.mixing, "_MOST_ELEMENTS", 1)

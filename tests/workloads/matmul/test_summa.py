@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from harness.domain.partition import volume
 from harness.errors import StrategyError, VerificationError
-from harness.workloads.matmul.product import (
-    SEED_A,
-    SEED_B,
-    TORCH_DTYPES,
-    block,
-    check_block,
-)
+from harness.workloads.matmul.product import SEED_A, SEED_B, TORCH_DTYPES, block, check_block
 from harness.workloads.matmul.summa import cut_panels, pieces_of, split_square
 
 SPEEDS = st.lists(st.floats(0.2, 5.0), min_size=1, max_size=9)

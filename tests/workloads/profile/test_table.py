@@ -53,11 +53,7 @@ def test_the_worst_of_fits_that_err_by_more_than_half_are_named():
 
 @pytest.mark.parametrize(
     ("model", "dtype", "is_advised"),
-    [
-        ("alexnet", "bfloat16", True),
-        ("alexnet", "float32", False),
-        ("dlrm", "bfloat16", False),
-    ],
+    [("alexnet", "bfloat16", True), ("alexnet", "float32", False), ("dlrm", "bfloat16", False)],
 )
 def test_channels_last_order_is_advised_where_gpus_compute_images(model, dtype, is_advised):
     graph = capture_model(model, 2)
