@@ -20,6 +20,7 @@ from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.setup import _optimizer_options, make_task, reduces_all, set_norm_scope
+from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import _save, run_train
 
 # 40 samples in batches of 17: every third batch has 6, which 5 ranks share as 2, 1, 1, 1, 1.
