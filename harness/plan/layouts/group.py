@@ -128,7 +128,7 @@ class Group:
         return GroupCosts(
             _seconds(found.start[first], ops, placed, end_s),
             tables.forward_s[placed].max(axis=1),
-            _seconds(backward, ops, placed, float(found.device_end_s[0])),
+            _seconds(backward[::-1], ops[::-1], placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.weight_bytes[placed].T * self._gathered_shares(tables, placed)).max(axis=0),
             tables.fed_bytes[placed].max(axis=1),
@@ -177,7 +177,11 @@ class Group:
 
 
 def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:
-    """By placed operator: from its start to the next one's, 0 where it has no task."""
+    """By placed operator: from its start to the next one's, 0 where it has no task.
+
+    Args:
+        start, ops: in the order in which the group runs them, which parts equal starts.
+    """
     runs = np.flatnonzero(~np.isnan(start))
     order = runs[np.argsort(start[runs], kind="stable")]
     found = dict.fromkeys(placed, 0.0)

@@ -182,6 +182,19 @@ def test_a_slow_link_and_a_tied_weight_are_priced_as_by_the_simulator():
         assert choice.step_s == pytest.approx(step_s, rel=1e-9), choice.name
 
 
+def test_an_operator_without_time_leaves_its_producer_the_backward():
+    layers = [PlannedLayer(f"l{k}", 4, 1000) for k in range(4)]
+    graph = chain_graph("views", layers, BATCH)
+    times = [LayerTime(1e-3 * k, 2e-3 * k) for k in (3, 1, 0, 3)]
+    profile = layer_profile(graph, {TimeKey("device", BATCH): times})
+    where = Cluster.uniform(1, 2, inside_bytes_per_s=8e9, memory_bytes=10**9)
+    search = LayoutSearch(graph, profile, where, BATCH)
+    simulator = Simulator(graph, profile, where)
+    for choice in search.choices():
+        simulated = simulator.simulate(search.strategy(choice)).step_s
+        assert choice.step_s == pytest.approx(simulated)
+
+
 def test_a_stage_waits_for_the_stages_that_it_reads_alone():
     graph, profile = chain()
     # As the tables of a DLRM: l2 to l5 read nothing of l0 and l1, and l6 reads both.
