@@ -33,6 +33,8 @@ class GroupCosts(NamedTuple):
 
     Attributes:
         again_s: of its forward in a stage that recomputes, where values from others have stayed.
+        turn_s: (2, operators) that are waits after its forward and its backward, for what the next
+            operator needs. A stage's last pass does not wait, because the next one is elsewhere.
         alone_bytes: of gradients that only one device of the group has, and its backward allocates.
         fed_bytes: of the inputs of a microbatch, where the operator reads one or is the loss.
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
@@ -55,6 +57,7 @@ class GroupCosts(NamedTuple):
     forward_s: Floats
     again_s: Floats
     backward_s: Floats
+    turn_s: Floats
     weight_bytes: Floats
     gathered_bytes: Floats
     fed_bytes: Floats
@@ -125,10 +128,17 @@ class Group:
                     placed[k], readers[placed[k]], tables.plans, samples
                 )
                 crossing[:, :, k + 1 : last + 1] += sent[:, :, k, None]
-        return GroupCosts(
+        passes = (
             _seconds(found.start[first], ops, placed, end_s),
-            tables.forward_s[placed].max(axis=1),
             _seconds(backward[::-1], ops[::-1], placed, float(found.device_end_s[0])),
+        )
+        again_s = tables.forward_s[placed].max(axis=1)
+        turns = (passes[0] - again_s, passes[1] - tables.backward_s[placed].max(axis=1))
+        return GroupCosts(
+            passes[0],
+            again_s,
+            passes[1],
+            np.maximum(0.0, turns),
             tables.weight_bytes[placed].max(axis=1),
             (tables.weight_bytes[placed].T * self._gathered_shares(tables, placed)).max(axis=0),
             tables.fed_bytes[placed].max(axis=1),

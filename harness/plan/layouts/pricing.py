@@ -1,8 +1,9 @@
 """The step of a layout, stage by stage.
 
 Replicas are alike, and so are the devices of a tensor-parallel group: a stage is one device, and
-`flow` says when its last backward ends. That backward hides a part of the all-reduce of gradients
-once its first bucket is full, but not the last bucket; weights that several stages share are summed
+`flow` says when its last backward ends. Buckets of gradients are summed beside that backward, each
+when it is full. Of sharded or tied ones only the total counts: the backward hides a part of it once
+the first bucket is full, but not the last bucket. Weights that several stages share are summed
 after the last backward of all of these. Rings of a node's devices share its NIC.
 """
 
@@ -167,13 +168,16 @@ def _stages(
     for own, (_, end), stay in zip(starts, spans, stays.tolist(), strict=True):
         if stay:
             repeats[own[-1] : end] = 0.0
+    forward_s, backward_s = _sums(costs.forward_s, ends), _sums(costs.backward_s, ends)
+    forward_s[:-1] -= costs.turn_s[0, ends[:-1] - 1]
+    backward_s[1:] -= costs.turn_s[1, ends[:-1]]
     ahead = np.array([repeats[own[-1] : end].sum() for own, end in zip(starts, ends, strict=True)])
     return _Stages(
         ends=ends,
         starts=starts,
         again_s=repeats,
-        forward_s=_sums(costs.forward_s, ends),
-        backward_s=_sums(costs.backward_s, ends),
+        forward_s=forward_s,
+        backward_s=backward_s,
         repeated_s=_sums(repeats, ends),
         ahead_s=ahead * recomputes_ahead,
     )

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harness.domain.routes import first_bucket_bytes
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
@@ -33,7 +34,8 @@ class StageState(NamedTuple):
         wait_s: that both passes of one microbatch wait for collectives.
         sync_s, hideable_s: collectives of gradients of a whole step beside those waits, and the
             part of them that computing may hide, in so many rounds, from `first_s` of a backward
-            pass on, when its first bucket is full.
+            pass on, when its first bucket is full. Without sharding or tied weights `sync_s` is
+            only what follows the backward pass.
         shared: stages with a weight in common, and seconds of its all-reduce.
         gather_s: that all-gathers delay the first microbatch, or follow the optimizer.
         owned_bytes: of the weights that the device updates.
@@ -72,7 +74,7 @@ def stage_state(
     """
     stages = list(pairwise((0, *ends.tolist())))
     n_rounds, is_whole = 1, shard_state == "none"
-    weights, own, first_s, shared, tied_s = _stage_weights(
+    weights, own, first_s, shared, tied_s, has_tied = _stage_weights(
         stages, ends, costs, rings, options, is_whole=is_whole
     )
     kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
@@ -118,10 +120,15 @@ def stage_state(
         wait_s, gather_s, end_s = _waits(stages, units, costs, again_s, rings, options)
         if options.overlap:
             sync_s, last_s, n_rounds = end_s, end_s, 1
+    hideable_s = (sync_s - last_s) * options.overlap
+    if is_whole and options.overlap:
+        for stage in np.flatnonzero(~has_tied).tolist():
+            sync_s[stage] = _sums_after_s(costs, *stages[stage], rings, options)
+            hideable_s[stage] = 0.0
     return StageState(
         wait_s=wait_s,
         sync_s=sync_s,
-        hideable_s=(sync_s - last_s) * options.overlap,
+        hideable_s=hideable_s,
         n_rounds=n_rounds,
         first_s=first_s,
         shared=shared,
@@ -138,6 +145,7 @@ class _StageWeights(NamedTuple):
         n_bytes, own: of its weights, and of those that no other stage has.
         first_s, shared: see `StageState`.
         tied_s: of gathering weights that other stages have, too.
+        has_tied: whether several of its operators, or another stage, have one of its weights.
     """
 
     n_bytes: Floats
@@ -145,6 +153,7 @@ class _StageWeights(NamedTuple):
     first_s: Floats
     shared: list[tuple[Ints, float]]
     tied_s: Floats
+    has_tied: NDArray[np.bool_]
 
 
 def _stage_weights(
@@ -158,9 +167,11 @@ def _stage_weights(
 ) -> _StageWeights:
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
     first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
-    found = _StageWeights(weights, weights.copy(), first_s, [], np.zeros(len(stages)))
+    none = np.zeros(len(stages))
+    found = _StageWeights(weights, weights.copy(), first_s, [], none, none.astype(bool))
     for ops, n_bytes in costs.tied:
         users = np.unique(np.searchsorted(ends, ops, side="right"))
+        found.has_tied[users] = True
         if len(users) == 1:  # the first bucket waits for the weight's first operator
             first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
             continue
@@ -179,6 +190,29 @@ def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorO
     n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
     n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
     return float(costs.backward_s[begin:end][::-1][:n].sum())
+
+
+def _sums_after_s(
+    costs: GroupCosts, begin: int, end: int, rings: Rings, options: SimulatorOptions
+) -> float:
+    """Seconds of a stage's all-reduces after its last backward: each bucket is summed once it is
+    full, after the one before."""
+    backward_s = costs.backward_s[begin:end][::-1].cumsum()
+    n_bytes, limit = 0.0, first_bucket_bytes(options.bucket_bytes)
+    full_s: list[float] = []
+    sizes: list[float] = []
+    for now_s, weight in zip(backward_s, costs.weight_bytes[begin:end][::-1], strict=True):
+        n_bytes += weight
+        if n_bytes >= limit:
+            full_s, sizes = [*full_s, now_s], [*sizes, n_bytes]
+            n_bytes, limit = 0.0, options.bucket_bytes
+    if n_bytes:
+        full_s, sizes = [*full_s, backward_s[-1]], [*sizes, n_bytes]
+    summed_s = rings.every(np.array(sizes) * options.sent_bytes_per_gradient_byte)
+    end_s = 0.0
+    for ready_s, each_s in zip(full_s, summed_s, strict=True):
+        end_s = max(end_s, ready_s) + each_s
+    return max(0.0, float(end_s - backward_s[-1]))
 
 
 def _ahead_s(

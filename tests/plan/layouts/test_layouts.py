@@ -195,6 +195,18 @@ def test_an_operator_without_time_leaves_its_producer_the_backward():
         assert choice.step_s == pytest.approx(simulated)
 
 
+def test_buckets_are_summed_in_turn_and_the_last_operator_of_a_stage_does_not_wait():
+    (graph, profile), options = chain(), SimulatorOptions(bucket_bytes=10_000_000)
+    where = Cluster.uniform(1, 4, inside_bytes_per_s=5e8, memory_bytes=10**9, latency_s=1e-3)
+    search = LayoutSearch(graph, profile, where, BATCH, options)
+    simulator = Simulator(graph, profile, where, options=options)
+    for choice in search.choices():
+        layout = choice.layout
+        if (layout.tp, layout.pp) in ((1, 1), (2, 2)) and not choice.segments:
+            simulated = simulator.simulate(search.strategy(choice)).step_s
+            assert choice.step_s == pytest.approx(simulated), choice.name
+
+
 def test_a_stage_waits_for_the_stages_that_it_reads_alone():
     graph, profile = chain()
     # As the tables of a DLRM: l2 to l5 read nothing of l0 and l1, and l6 reads both.
