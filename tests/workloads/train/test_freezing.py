@@ -16,6 +16,7 @@ from harness.plan.builders import ddp
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, LossScale
+from harness.workloads.train.cache import _check_repeats
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
 from harness.workloads.train.replanning import ShrinkPolicy
@@ -158,3 +159,22 @@ def test_norms_leave_out_a_step_whose_gradients_overflow_on_any_rank():
         norms.add(SimpleNamespace(names={}), owners, None, has_overflowed)
         scale.step(optimizer, is_muted=False)
     assert norms.state().squares == [0, 25, 0, 0]
+
+
+@pytest.mark.parametrize("n_samples", [1, 30, 1000])
+def test_a_cache_refuses_data_of_which_few_samples_change(n_samples):
+    class Flipped(dict):
+        """The last tenth of the samples, or the only one, is flipped at every second reading."""
+
+        n_read = 0
+
+        def __len__(self):
+            return n_samples
+
+        def __missing__(self, index):
+            self.n_read += 1
+            is_flipped = index >= n_samples * 9 // 10 and self.n_read % 2
+            return SimpleNamespace(inputs=(torch.tensor([is_flipped, index]),))
+
+    with pytest.raises(ConfigError, match="not the same when it is read again"):
+        _check_repeats(Flipped())
