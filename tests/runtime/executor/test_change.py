@@ -1,6 +1,7 @@
 """A training that changes its strategy between steps equals one device."""
 
 import pytest
+import torch
 from change_cases import ChangingCase, random_changing_case, train_alone
 from change_check import check_change
 from change_training import (
@@ -21,7 +22,7 @@ from harness.errors import ResultsError, StrategyError
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
-from harness.runtime.executor.change.transfer import find_migrations
+from harness.runtime.executor.change.transfer import _bits, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.files import load_sharded
 
@@ -61,6 +62,11 @@ def assert_equal(changing, ranks):
 def test_a_change_equals_one_device(model, named, more, ranks):
     finding = assert_equal(changing_case(model, *named, **more), ranks)
     assert finding.n_moved_bytes > 0
+
+
+def test_a_view_has_the_fingerprint_of_its_copy():
+    whole = torch.arange(6.0)
+    assert _bits(whole[1:]) == _bits(whole[1:].clone()) != _bits(whole[:-1])
 
 
 @pytest.mark.parametrize("index", [1, 7, 11])
