@@ -267,6 +267,8 @@ main() {
         return
     fi
     local begin=$SECONDS
+    [[ -w $root && (! -e $venv || -w $venv) ]] ||
+        fail "$(id -un) may not write $venv: let its owner install, or take a checkout of your own"
     make_venv
     rm -f "$stamp"
     install_packages

@@ -111,6 +111,12 @@ def test_an_environment_that_does_not_run_or_has_no_pip_is_not_current(call, tmp
     assert not _is_current(call)
 
 
+def test_a_checkout_that_cannot_be_written_is_refused_before_anything_is_removed(call, tmp_path):
+    done = call(f"install_system() {{ :; }}; root={tmp_path}/none; main")
+    assert done.returncode == 2
+    assert f"may not write {tmp_path}/.venv: let its owner install" in done.stderr
+
+
 def test_the_command_that_activates_can_be_pasted_with_blanks_in_the_path(call, tmp_path):
     _program(tmp_path / "a b/.venv/bin/python", "exit 0")
     steps = ("install_system", "make_venv", "install_packages", "verify")
