@@ -151,7 +151,7 @@ FIGURE = Figure(
         "replicas is the mean of each on its own samples, so held-out samples compare them."
     ),
     better="lower, and earlier, is better",
-    needs="losses of steps, which imported logs do not hold: ./entry.sh train",
+    needs="losses of steps: ./entry.sh train, or a log of torchtitan",
     rows=rows,
     measured=("loss",),
     draw=draw,
