@@ -120,7 +120,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
         by_time.set_xlabel(f"time in steps ({unit})")
         for axes in (by_step, by_time):
             axes.set_ylabel("loss")
-            axes.set_title(wrap_label(str(workload), 45), fontsize=8.5)
+            axes.set_title(wrap_label(str(workload), 42), fontsize=8.5)
     joint_legend(canvas, panels, n_columns=3)
     note_failures(canvas, table)
 

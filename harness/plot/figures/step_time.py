@@ -105,7 +105,7 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
     words += f", {n_repeats} of {len(repeats)} repeats" if n_repeats < len(repeats) else ""
     axes.annotate(words, (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8)
-    axes.set_title(wrap_label(label, 45), fontsize=8.5)
+    axes.set_title(wrap_label(label, 42), fontsize=8.5)
     axes.set_ylabel(f"{steps['unit'].iloc[0]} time ({unit})")
     axes.set_xlabel(str(steps["unit"].iloc[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -34,7 +34,7 @@ from harness.plot.headlines import warnings
 from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
 from harness.plot.report import _strategy_row, format_value, header_of, present
-from harness.plot.style import STRATEGIES, joint_legend, note_cut, wrap_label
+from harness.plot.style import STRATEGIES, drawing_style, joint_legend, note_cut, wrap_label
 
 
 @pytest.fixture(scope="module")
@@ -615,3 +615,15 @@ def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
     draw_scaling(pd.DataFrame({**series, "status": "ok", "reason": ""}).assign(**same), canvas)
     places = [note.get_window_extent() for note in canvas.axes[0].texts]
     assert [place.count_overlaps(places) for place in places] == [1, 1]
+
+
+def test_the_title_of_a_model_with_a_long_name_ends_within_the_figure():
+    steps = {"step": [0, 7], "time_s": [0.2, 4.5], "loss": [0.69315, 0.69350]}
+    name = "a_very_long_package_name.with_modules.models:make_the_transformer"
+    same = {"workload": name, "line": "ddp", "strategy": "ddp", "status": "ok", "reason": ""}
+    with drawing_style():
+        canvas = Canvas(layout="constrained")
+        load_figure("loss").draw(pd.DataFrame(steps).assign(**same), canvas)
+        canvas.draw_without_rendering()
+        ends = [axes.get_tightbbox().x1 for axes in canvas.axes]
+    assert max(ends) <= canvas.bbox.x1
