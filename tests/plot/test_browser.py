@@ -90,13 +90,17 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reports(planned, tmp_path_factory):
-    """Of the committed sample, and of runs of which one failed."""
+    """Of the committed sample, with a longer name of its model, too, and of runs of which one
+    failed."""
     out = tmp_path_factory.mktemp("reports")
     found = {}
     for name, root in (("sample", SAMPLES), ("failed", planned)):
         only = ("--only", "throughput", "timeline")
         assert main([str(root), "--output", str(out / name), *only]) == 0
         found[name] = out / name / "report.html"
+    found["long"] = out / "long.html"
+    page = found["sample"].read_text()
+    found["long"].write_text(page.replace("dlrm", "package.of_modules.models:make_the_transformer"))
     return found
 
 
@@ -113,7 +117,7 @@ def open_frames(pages_and_widths, place, open_page):
 
 @pytest.fixture(scope="module")
 def opened(reports, chromium, tmp_path_factory):
-    views = [(reports[name], width) for name, width in VIEWS]
+    views = [(reports[name], width) for name, width in [*VIEWS, ("long", 400)]]
     return open_frames(views, tmp_path_factory.mktemp("page") / "page.html", chromium)
 
 
@@ -128,6 +132,10 @@ def test_answer_table_and_warnings_are_on_the_first_screen(view, opened):
     for shown in ("No verdict yet: ", "verdict", "inconclusive", "baseline", "Outlier steps ("):
         assert shown in texts
     assert measured["is_folded"]
+
+
+def test_the_name_of_a_users_model_is_broken_into_lines(opened):
+    assert opened[0][-1]["page_width"] <= 400
 
 
 def test_the_console_has_no_errors(opened):
