@@ -116,7 +116,7 @@ def test_replicas_train_so_under_the_rules_of_nccl(hosts, nccl_ranks):
         ("mlp", lambda: ddp("mlp", 3, 7), "adamw"),
         ("branchy", lambda: ddp("branchy", 2, 8), "sgd"),
         ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), "sgd"),
-        ("gpt2", lambda: sharded_ddp("gpt2", 4, 4, "optimizer"), "adamw"),
+        ("mlp", lambda: sharded_ddp("mlp", 4, 8, "optimizer"), "adamw"),
         ("lenet", lambda: sharded_ddp("lenet", 4, 8, "parameters"), "sgd"),
     ],
 )

@@ -214,7 +214,7 @@ def test_segments_that_run_again_are_not_cut_for_their_units(case, ranks):
     ("model", "n_ranks", "most"),
     [
         ("mlp", 2, 0.55),
-        ("resnet18", 2, 0.55),
+        ("lenet", 2, 0.55),
         ("vit", 4, 0.7),  # between nodes, then within them
         ("gpt2", 2, 0.95),  # its embedding is tied, and most of its weights
     ],
