@@ -82,7 +82,7 @@ def request_from(
     check(cluster)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
-        graph, profile = _model(args, cluster)
+        graph, profile = _model(args, cluster, start)
         profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
     if profile is not None and args.profile is None:
         print(_source_line(args, profile), file=sys.stderr)
@@ -272,12 +272,14 @@ def _graph(args: argparse.Namespace) -> Graph | None:
     return None if args.graph is None else load_graph(args.graph)
 
 
-def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
+def _model(
+    args: argparse.Namespace, cluster: Cluster, start: Strategy | None
+) -> tuple[Graph, Profile]:
     if args.rates is not None and args.profile is not None:
         raise ConfigError("--rates estimates times and --profile reads them: give one of them")
     graph = _graph(args)
     if args.profile is not None:
-        return _profile(args, cluster, graph)
+        return _profile(args, cluster, graph, start)
     _refuse_kind(args)
     assert graph is not None
     if args.rates is not None:
@@ -344,7 +346,7 @@ def _default_profile(args: argparse.Namespace, model: str) -> Path:
 
 
 def _profile(
-    args: argparse.Namespace, cluster: Cluster, graph: Graph | None
+    args: argparse.Namespace, cluster: Cluster, graph: Graph | None, start: Strategy | None
 ) -> tuple[Graph, Profile]:
     _check_there(
         f"profile {args.profile}", args.profile,
@@ -369,7 +371,7 @@ def _profile(
     graph, profile = parse_graph_txt(
         decode_text(data, f"profile {args.profile}", GraphError),
         name=args.profile.stem,
-        batch=args.batch_size,
+        batch=args.batch_size or (None if start is None else start.batch),
         device_kind=args.device_kind or cluster.devices[0].kind,
         source=str(args.profile),
     )

@@ -157,6 +157,15 @@ def test_published_costs_refuse_another_batch_than_the_profiled(tmp_path, refuse
         assert "for a batch of 4, and --batch-size is 8: leave it out" in said
 
 
+def test_a_strategy_for_a_graph_txt_is_predicted_at_its_own_batch(chain, tmp_path, printed):
+    where = "--topology 2 --bandwidth 1e9 --memory 1GB"
+    words = (where, "--json --profile", chain)
+    plan = tmp_path / "plan.json"
+    layout = ("predict --layout pp=2 --microbatches 2 --batch-size 8 --output", plan)
+    made = json.loads(printed(*layout, *words).out)
+    assert json.loads(printed("predict --strategy", plan, *words).out) == made
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
