@@ -20,6 +20,7 @@ from harness.runtime.data.own import OwnData, factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text import formats
 from harness.runtime.data.text.sequences import Vocabulary, check_vocabulary
+from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
@@ -256,6 +257,10 @@ def _check_classes(name: str, n_classes: int, task: Task) -> None:
         )
 
 
+# A sample that is flipped at random is read alike so often with a probability of 3 %.
+_N_READINGS = 6
+
+
 def check_same(name: str, data: BatchedData, world: World) -> None:
     """Refuse data that differ between ranks, because each takes samples by index; all ranks must
     call it.
@@ -295,12 +300,18 @@ def _first_unlike(values: Sequence[Any]) -> int:
 
 
 def _fingerprint(data: BatchedData, index: int) -> list[int]:
-    """That of a sample; empty if it is another each time it is read, because it is augmented."""
-    once, again = (
-        [number for t in (*one.inputs, one.targets) for number in fingerprint_of(t).tolist()]
-        for one in (data[index], data[index])
-    )
-    return once if once == again else []
+    """That of a sample, equal on ranks that draw alike for its augmentation; empty if a reading
+    differs from the first, because of generators of its own."""
+    before = RandomSources()
+    seed_all(index)
+    try:
+        first, *others = (
+            [number for t in (*one.inputs, one.targets) for number in fingerprint_of(t).tolist()]
+            for one in (data[index] for _ in range(_N_READINGS))
+        )
+    finally:
+        before.restore()
+    return first if all(other == first for other in others) else []
 
 
 def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """A user's own data set, for models without a loss, and with one of their own."""
 
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
 from nets import users_task
@@ -10,9 +12,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
+from harness.runtime.data import _fingerprint as fingerprint_of_sample
 from harness.runtime.data import load_batches
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import OwnData, open_own
+from harness.runtime.devices.random_sources import RandomSources, seed_all
 
 N = 6
 WORDS, NUMBERS = torch.arange(4 * N).view(N, 4) % 5, torch.rand(N, 3)
@@ -247,3 +251,20 @@ def test_a_random_split_is_the_same_on_all_ranks_and_for_evaluation(made):
 def test_factories_that_make_no_data_set_are_refused(made, name, is_held_out, problem):
     with pytest.raises(DataError, match=problem):
         made(name, is_held_out=is_held_out)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_ranks_that_flip_a_sample_at_random_hold_the_same_one(draw):
+    class Flipped(list):
+        def __getitem__(self, index):
+            words, label = super().__getitem__(index)
+            return (words.flip(0) if draw() < 0.5 else words), label
+
+    data = OwnData("data", Flipped(TensorDataset(NUMBERS, WORDS[:, 0] % 2)), classifier())
+    found = set()
+    for rank in range(50):
+        seed_all(rank)
+        before = RandomSources().digests()
+        found.add(tuple(fingerprint_of_sample(data, 1)))
+        assert RandomSources().digests() == before
+    assert len(found) == 1
