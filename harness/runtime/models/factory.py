@@ -196,6 +196,9 @@ def _run_once(
     try:
         given = [fake(x, mode) for x in tensors]
         copied = fake_copy(model, mode)
+        for part in copied.modules():
+            if isinstance(part, nn.modules.batchnorm._NormBase):
+                part.num_batches_tracked = None  # a norm without momentum reads its value
         with forgotten_stand_ins(), values_unchecked(), mode, CallRecorder() as recorder:
             output = copied(*given)
     except ModelError:

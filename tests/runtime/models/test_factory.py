@@ -233,3 +233,9 @@ def test_a_forward_that_reads_values_is_refused_as_by_capture_where_weights_are_
         net = Computed(compute)
     with pytest.raises(ModelError, match=f"cannot be captured: .*{construct}.* --engine torch"):
         users_task(net, (torch.ones(2, 4),))
+
+
+def test_a_mean_of_all_batches_asks_for_no_count_of_them_where_weights_are_on_meta():
+    with weights_on_meta():
+        net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
+    assert users_task(net, (torch.ones(2, 4),)).n_classes == 3
