@@ -368,7 +368,15 @@ class Trainer:
         groups = broadcast_result(
             lambda: OptimizerGroups.read(path), OptimizerGroups | None, self._world
         )
-        raise_on_all_ranks(lambda: self._load(path, groups), self._world)
+
+        def open_state() -> dict[str, Any]:
+            if groups is not None:
+                groups.check(self.optimizer, self._names)
+            return open_sharded(path)
+
+        self._engine.load_full_state(open_state)
+        if groups is not None:
+            groups.give(self.optimizer, self._names)
 
     def close(self) -> None:
         """Destroy the process groups that it has made, after the last step of all ranks; raises
@@ -380,13 +388,6 @@ class Trainer:
 
     def _own_names(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
-
-    def _load(self, directory: Path, groups: OptimizerGroups | None) -> None:
-        if groups is not None:
-            groups.check(self.optimizer, self._names)
-        self._engine.load_full_state(open_sharded(directory))
-        if groups is not None:
-            groups.give(self.optimizer, self._names)
 
 
 def _read_strategy(given: Strategy | Path | str) -> Strategy:

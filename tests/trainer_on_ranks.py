@@ -137,6 +137,9 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
         blocked.touch()
     dist.barrier()
     refusals["unwritten"] = _refused(lambda: second.save(f"{directory}/saved"))
+    # Another host's rank lacks a shard, while the others would wait for its weights.
+    parts = Path(directory, "saved") if rank != 1 else Path(directory, "elsewhere")
+    refusals["missing"] = _refused(lambda: second.load(parts))
     second.load(f"{directory}/saved")
     train(second, 2)
     results = second.state_dict(), second.averaged_state_dict(), second.evaluate(data)

@@ -59,6 +59,7 @@ from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.moves import Moves, key_passer, norm_reducer
 from harness.runtime.models.task import Task
+from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 from harness.runtime.tracing.trace import without_gradient_hooks
 
@@ -345,12 +346,21 @@ class ExecutorEngine:
         self.flush()
         return self._gatherer.averaged_state(self._optimizer, is_for_first=is_for_first)
 
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load a whole state, as `open_sharded` gives it; all ranks must call it."""
+    def load_full_state(self, open_state: Callable[[], dict[str, Any]]) -> None:
+        """Load a whole state, as `open_sharded` gives it; all ranks must call it.
+
+        Raises:
+            HarnessError: on every rank, if one cannot open or load it.
+        """
         self.flush()
-        self._gatherer.load(state, self._optimizer)
+
+        def load() -> None:
+            state = open_state()
+            self._gatherer.load(state, self._optimizer)
+            self._random.step = state.get("step", self._random.step)
+
+        raise_on_all_ranks(load, self._world)
         self.gathers.gather_updated()
-        self._random.step = state.get("step", self._random.step)
         if self._stash is not None:
             self._stash.updated()
 

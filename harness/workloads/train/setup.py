@@ -340,7 +340,8 @@ def prepare(
     if case.load_state is not None:
         from harness.runtime.executor.state.files import open_sharded
 
-        cast("ExecutorEngine", engine).load_full_state(open_sharded(case.load_state))
+        open_state = partial(open_sharded, case.load_state)
+        cast("ExecutorEngine", engine).load_full_state(open_state)
     plan = _batch_plan(case, data, shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(

@@ -137,7 +137,7 @@ def read_and_train(training: Averaged, world: World) -> Trained:
     logging.getLogger("harness").addHandler(handler)
     logging.getLogger("harness").setLevel(logging.WARNING)
     engine = _engine(training, world, seed=1)
-    engine.load_full_state(open_sharded(Path(training.directory)))
+    engine.load_full_state(lambda: open_sharded(Path(training.directory)))
     losses = _steps(engine, training.case, range(training.n_before, training.case.n_steps))
     return replace(_trained(engine, losses, world), warnings=messages)
 

@@ -104,7 +104,7 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
             case = msgspec.structs.replace(changing.case, strategy=at[step])
             engine = make_engine(case, world)
             if state:
-                engine.load_full_state(state)
+                engine.load_full_state(lambda: state)  # noqa: B023
         data = changing.data(changing.case.make_task())
         part = part_of(data, samples)
         share = Share(n_local=len(samples), n_global=len(samples), counts=target_counts(part))

@@ -371,7 +371,7 @@ def load_and_train(move: Move, world: World) -> Trace:
     # Other weights, so that nothing but the state can carry them over.
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), world, task=fresh)
-    moved.load_full_state(state)
+    moved.load_full_state(lambda: state)
     kept = keep_gradients(moved)
     losses = [train_step(moved, case, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())

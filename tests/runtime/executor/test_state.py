@@ -134,22 +134,23 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
     state = whole_state(engine, local_world(0, 1))
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
     with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
-        engine.load_full_state(other)
+        engine.load_full_state(lambda: other)
     more = {**state, "model": {**state["model"], "head.other": torch.zeros(1)}}
     with pytest.raises(ConfigError, match="the model has not: load the state of the same"):
-        engine.load_full_state(more)
+        engine.load_full_state(lambda: more)
     state["model"]["head.weight"] = torch.zeros(7, 8)
     with pytest.raises(ConfigError, match=r"head.weight is of \(6, 8\), the state has one of"):
-        engine.load_full_state(state)
+        engine.load_full_state(lambda: state)
     del state["model"]["head.weight"]
     with pytest.raises(ConfigError, match=r"head.weight is of \(6, 8\), the state has no such"):
-        engine.load_full_state(state)
+        engine.load_full_state(lambda: state)
 
 
 def test_averages_of_a_state_are_dropped_with_a_warning(caplog):
     _, engine = one_device("disordered")
     state = whole_state(engine, local_world(0, 1))
-    engine.load_full_state({**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}})
+    averaged = {**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}}
+    engine.load_full_state(lambda: averaged)
     assert caplog.messages == [
         "averages of parameters in the state are dropped: give --ema to keep them"
     ]
