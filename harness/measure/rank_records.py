@@ -24,6 +24,7 @@ KIND_CODES = {kind: code for code, kind in enumerate(get_args(SpanKind))}
 # A record has a few hundred bytes.
 _MAX_LINE_BYTES = 1 << 16
 _LINES_AT_ONCE = 4096
+_CUT = "the file ends within this line, so the numbers lack what followed: was a copy interrupted?"
 _DECODER = msgspec.json.Decoder(Record)
 
 
@@ -156,7 +157,7 @@ def _decode_into(records: list[Record], line: bytes, n_ranks: int) -> str:
     try:
         record = _DECODER.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return str(error)
+        return str(error) if line.endswith(b"\n") else _CUT
     if problem := record_problem(record, n_ranks):
         return problem
     records.append(record)

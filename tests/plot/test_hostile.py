@@ -222,12 +222,17 @@ def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path):
     assert len(results.runs[0].ranks[0]) == 106
 
 
-def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path):
+def test_a_rank_that_is_missing_one_that_is_cut_and_one_too_many_are_named(tmp_path):
     run_dir = copies(SAMPLES, tmp_path, "sample-train-ddp-r0") / "sample-train-ddp-r0"
     (run_dir / "rank3.jsonl").rename(run_dir / "rank8.jsonl")
     (run_dir / "rank4.jsonl").write_bytes(b"")
+    whole = (run_dir / "rank2.jsonl").read_bytes()
+    (run_dir / "rank2.jsonl").write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 9])
+    n_lines = whole.count(b"\n")
     results = read_results(tmp_path)
     assert {path.name: reason for path, reason in results.skipped} == {
+        "rank2.jsonl": f"line {n_lines}: the file ends within this line, so the numbers lack what "
+        "followed: was a copy interrupted?",
         "rank3.jsonl": "missing or empty: the numbers of the run are of its other ranks",
         "rank4.jsonl": "missing or empty: the numbers of the run are of its other ranks",
         "rank8.jsonl": "the run has 5 ranks, not a rank 8",
