@@ -1,5 +1,4 @@
-"""A model and a strategy lowered for all ranks: which rank computes and holds what, and who
-exchanges what."""
+"""A strategy lowered for all ranks: which rank computes and holds what, and who exchanges what."""
 
 from __future__ import annotations
 

@@ -179,9 +179,6 @@ class ModelTracer(fx.Tracer):
         leaves: paths of further modules that are kept whole.
         states: names of written buffers whose values the graph passes on.
         n_inputs: number of input tensors; other arguments keep their defaults.
-
-    Attributes:
-        folded: see `ParametersRecorded`.
     """
 
     def __init__(self, leaves: Collection[str], states: Collection[str], n_inputs: int) -> None:
@@ -190,7 +187,7 @@ class ModelTracer(fx.Tracer):
         self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
         self.states = States(self, states)
         self._regions = Regions()
-        self.folded: set[str] = set()
+        self.folded: set[str] = set()  # see `ParametersRecorded`
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """As `fx.Tracer.trace`, under the patches."""
