@@ -59,23 +59,30 @@ def single(graph: Graph, batch: int, *, device: int = 0) -> Strategy:
 
 
 def ddp(
-    graph: Graph, cluster: Cluster, batch: int, *, shares: Sequence[int] | None = None
+    graph: Graph,
+    cluster: Cluster,
+    batch: int,
+    *,
+    shares: Sequence[int] | None = None,
+    node: int | None = None,
 ) -> Strategy:
     """Every operator cut by samples over all devices.
 
     Args:
         shares: samples in proportion, for unlike devices; equal when None.
+        node: whose devices alone take part; None: all.
 
     Raises:
         StrategyError: fewer samples than devices.
     """
-    used = list(range(cluster.n_devices))
+    used = [k for k, own in enumerate(cluster.node_of()) if node in (None, own)]
     if batch < len(used):
         raise StrategyError(
             f"data parallel needs a sample per device: batch {batch} on {len(used)} devices"
         )
     cut: Cut = list(shares) if shares is not None else len(used)
     name = "ddp" if shares is None else "ddp by speed"
+    name += "" if node is None else f" on {cluster.nodes[node].name}"
     return _build(name, graph, batch, lambda op: cut_or_whole(op, graph, batch, SAMPLE, cut, used))
 
 

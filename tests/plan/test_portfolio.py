@@ -49,6 +49,29 @@ def test_builders_make_what_their_names_say():
         builders.ddp(graph, cluster, 3)
 
 
+def test_data_parallel_on_the_node_that_computes_most_is_tried():
+    graph, profile = layers(batch=12)
+    cluster = Cluster.uniform(
+        3, 2, inside_bytes_per_s=1e9, between_bytes_per_s=1e3, memory_bytes=GB
+    )
+    devices = cluster.devices
+    speeds = (1, 1, 1, 2, 1, 0.5)
+    cluster = cluster.with_devices(
+        msgspec.structs.replace(device, speed=speed)
+        for device, speed in zip(devices, speeds, strict=True)
+    )
+    found = list(standard_strategies(Simulator(graph, profile, cluster), 12))
+    (own,) = (one for one in found if one.name.endswith(" on node1"))
+    validate(own, graph, cluster)
+    plan = own.operators["fc0"]
+    assert (own.name, plan.devices) == ("ddp by speed on node1", [2, 3])
+    assert plan.partition == {"sample": [4, 8]}
+    for n_nodes, n_each in ((1, 4), (4, 1)):
+        alone = Cluster.uniform(n_nodes, n_each, inside_bytes_per_s=1e9, memory_bytes=GB)
+        names = [one.name for one in standard_strategies(Simulator(graph, profile, alone), 12)]
+        assert not any(" on node" in name for name in names)
+
+
 @pytest.mark.parametrize("n_devices", [1, 2, 4, 6])
 def test_every_standard_strategy_is_valid(n_devices):
     graph, profile = layers(7, batch=32)

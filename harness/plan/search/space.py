@@ -10,10 +10,11 @@ A search must not lose to a standard strategy. Pipelines among them are balanced
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import msgspec
+import numpy as np
 
 from harness.domain.checkpoints import MOST_OF_STAGE, can_recompute, with_recomputation
 from harness.domain.cluster import Cluster
@@ -263,12 +264,28 @@ def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:
         shares = proportional_shares(seconds, batch)
         if shares is not None:
             yield builders.ddp(graph, cluster, batch, shares=shares)
+    yield from _ddp_in_node(simulator, batch, seconds)
     yield builders.tensor_parallel(graph, cluster, batch)
     if any(op.kind == "linear" for op in graph.operators) or experts_of(graph).inside:
         yield builders.hybrid(graph, cluster, batch)
     if any(op.kind == "embedding" for op in graph.operators):
         yield builders.tables_on_devices(graph, cluster, batch)
     yield from _pipelines(simulator, batch)
+
+
+def _ddp_in_node(simulator: Simulator, batch: int, seconds: Sequence[float]) -> Iterator[Strategy]:
+    """Data parallel on the node that computes most, of several nodes with slow links between them.
+
+    Args:
+        seconds: of the batch on each device.
+    """
+    node_of = simulator.cluster.node_of()
+    rates = np.bincount(node_of, 1 / np.maximum(seconds, 1e-30))
+    node = int(rates.argmax())
+    own = [one for one, at in zip(seconds, node_of, strict=True) if at == node]
+    if 1 < len(own) < len(seconds) and len(own) <= batch:
+        shares = proportional_shares(own, batch)
+        yield builders.ddp(simulator.graph, simulator.cluster, batch, shares=shares, node=node)
 
 
 def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
