@@ -25,7 +25,8 @@ from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import check_same, load_batches
+from harness.runtime.data import load_batches
+from harness.runtime.data.agreement import check_same
 from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
@@ -221,7 +222,7 @@ class Trainer:
         raise_on_all_ranks(open_it, self._world) if is_first else open_it()
         own = self._data[use][1]
         if is_first:
-            check_same("the data", own, self._world)
+            check_same("the data", own, self._world, self._engine.readers)
             self._uses.add(use)
         return own
 

@@ -13,20 +13,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from harness.errors import ConfigError, DataError
-from harness.runtime.data.batch import Batch, BatchedData, BatchPlan, MemoryData
+from harness.runtime.data.batch import Batch, BatchPlan, MemoryData
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_digits, open_folder
-from harness.runtime.data.own import OwnData, factory_of, open_own
+from harness.runtime.data.own import factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text import formats
 from harness.runtime.data.text.sequences import Vocabulary, check_vocabulary
-from harness.runtime.devices.random_sources import RandomSources, seed_all
-from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
-from harness.runtime.ranks.gather import gather_numbers, gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.isolate import die_with_parent
-from harness.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,63 +251,6 @@ def _check_classes(name: str, n_classes: int, task: Task) -> None:
             f"--data {name} has {n_classes} classes, and the model returns {task.n_classes} "
             "logits: let the factory take n_classes"
         )
-
-
-# A sample that is flipped at random is read alike so often with a probability of 3 %.
-_N_READINGS = 6
-
-
-def check_same(name: str, data: BatchedData, world: World) -> None:
-    """Refuse data that differ between ranks, because each takes samples by index; all ranks must
-    call it.
-
-    Args:
-        name: subject of the error.
-
-    Raises:
-        DataError: on every rank; names the lengths that differ, or, of a user's data, the first,
-            middle or last sample.
-    """
-    n = len(data)
-    lengths = [round(count) for count in gather_numbers(n, world)]
-    if rank := _first_unlike(lengths):
-        raise DataError(
-            f"{name} has {lengths[0]} samples on rank 0 and {lengths[rank]} on rank {rank}: give "
-            "every rank the same, on every host"
-        )
-    if n == 0 or world.size == 1 or not isinstance(data, OwnData):
-        return
-    own: list[list[int]] = []
-    indices = sorted({0, n // 2, n - 1})
-    raise_on_all_ranks(lambda: own.extend(_fingerprint(data, index) for index in indices), world)
-    for index, *found in zip(indices, *gather_objects(world, own), strict=True):
-        rank = _first_unlike(found)
-        if rank and all(found):
-            raise DataError(
-                f"sample {index} of {name} is another on rank {rank} than on rank 0, so that "
-                "samples would be left out: give every rank the same data, and random_split a "
-                "generator that all seed alike"
-            )
-
-
-def _first_unlike(values: Sequence[Any]) -> int:
-    """The first rank whose value is not rank 0's; 0 if there is none."""
-    return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
-
-
-def _fingerprint(data: BatchedData, index: int) -> list[int]:
-    """That of a sample, equal on ranks that draw alike for its augmentation; empty if a reading
-    differs from the first, because of generators of its own."""
-    before = RandomSources()
-    seed_all(index)
-    try:
-        first, *others = (
-            [number for t in (*one.inputs, one.targets) for number in fingerprint_of(t).tolist()]
-            for one in (data[index] for _ in range(_N_READINGS))
-        )
-    finally:
-        before.restore()
-    return first if all(other == first for other in others) else []
 
 
 def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, ...]:

@@ -47,6 +47,10 @@ class Batch(NamedTuple):
         return self.each(Tensor.pin_memory) if device.type == "cuda" else self
 
 
+# The ranks that read samples, with their interval, by input and then of the targets.
+Readers = Sequence[Sequence[tuple[int, tuple[int, int]]]]
+
+
 class BatchedData(Dataset[Batch], ABC):
     """A data set whose samples are read in batches."""
 

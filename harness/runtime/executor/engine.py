@@ -110,7 +110,7 @@ class ExecutorEngine:
         self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units
         layouts = {size: forms.layout for size, forms in lowered.forms.items()}
         self._feed = Feed(captured, strategy, layouts, world.rank)
-        self.samples = self._feed.samples
+        self.samples, self.readers = self._feed.samples, self._feed.readers
         sizes = strategy.microbatch_sizes()
         self._gradients = WeightGradients(
             plan, layouts[max(sizes)], world, lambda parameter: self._sync.reached(parameter)

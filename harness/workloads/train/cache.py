@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from harness.errors import ConfigError
+from harness.runtime.data.agreement import changed_columns
 from harness.runtime.ranks.gather import (
     broadcast_result,
     gather_numbers,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _READS_TIMED = 3
-# Of readings that change one time in ten, this many pairs show a change in 99.8 % of cases.
-_SAMPLES_READ_TWICE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +265,8 @@ class TrainingCache:
 
 def _check_repeats(data: Any) -> None:
     """Refuse data whose samples change, such as by random augmentation."""
-    for index in range(0, len(data), -(-len(data) // _SAMPLES_READ_TWICE)):
-        first, second = data[index], data[index]
-        if not all(map(torch.equal, first.inputs, second.inputs)):
-            raise ConfigError(
-                f"--cache keeps activations, but sample {index} of the data is not the same when "
-                "it is read again: use --cache off, or data without random augmentation"
-            )
+    for index in changed_columns(data).values():
+        raise ConfigError(
+            f"--cache keeps activations, but sample {index} of the data is not the same when "
+            "it is read again: use --cache off, or data without random augmentation"
+        )

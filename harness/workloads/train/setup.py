@@ -20,7 +20,8 @@ from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_run import StepFlops, step_flops
-from harness.runtime.data import check_same, count_targets, entry_for, load_batches, open_data
+from harness.runtime.data import count_targets, entry_for, load_batches, open_data
+from harness.runtime.data.agreement import check_same
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
@@ -270,7 +271,8 @@ def _batch_plan(
 ) -> BatchPlan:
     if engine.samples is not None:
         wait_for_all(world)  # because ranks take different times to build their shards
-    check_same(f"--data {case.data}", data, world)
+    readers = () if engine.samples is None else cast("ExecutorEngine", engine).readers
+    check_same(f"--data {case.data}", data, world, readers)
     plan = BatchPlan(
         n_samples=len(data),
         shares=shares,

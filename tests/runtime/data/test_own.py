@@ -2,18 +2,21 @@
 
 import logging
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from made_runs import world_of
 from nets import users_task
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
-from harness.runtime.data import _fingerprint as fingerprint_of_sample
 from harness.runtime.data import load_batches
+from harness.runtime.data.agreement import _fingerprint as fingerprint_of_sample
+from harness.runtime.data.agreement import check_read_once
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import OwnData, open_own
 from harness.runtime.devices.random_sources import RandomSources, seed_all
@@ -268,3 +271,29 @@ def test_ranks_that_flip_a_sample_at_random_hold_the_same_one(draw):
         found.add(tuple(fingerprint_of_sample(data, 1)))
         assert RandomSources().digests() == before
     assert len(found) == 1
+
+
+class Flipped(list):
+    """Flips its inputs at every second reading."""
+
+    n_read = 0
+
+    def __getitem__(self, index):
+        self.n_read += 1
+        words, label = super().__getitem__(index)
+        return (words.flip(0) if self.n_read % 2 else words), label
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "is_refused"),
+    [
+        ([(0, (0, 6)), (1, (0, 6))], [(0, (0, 6))], True),  # cut by features
+        ([(0, (0, 4)), (1, (3, 6))], [(0, (0, 6))], True),  # with a halo
+        ([(0, (0, 3)), (1, (3, 6))], [(0, (0, 3)), (1, (3, 6))], False),  # ddp
+        ([(0, (0, 6))], [(1, (0, 6))], False),  # a pipeline, whose targets stay
+    ],
+)
+def test_samples_that_change_are_refused_where_two_ranks_read_them(inputs, targets, is_refused):
+    data = OwnData("data", Flipped(TensorDataset(NUMBERS, WORDS[:, 0] % 2)), classifier())
+    with pytest.raises(DataError, match="ranks 0 and 1 would") if is_refused else nullcontext():
+        check_read_once("data", data, [inputs, targets], world_of())

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from harness.domain.freezing import FreezableLayer
 from harness.errors import ConfigError, StrategyError
 from harness.plan.builders import ddp
+from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, LossScale
@@ -174,7 +175,7 @@ def test_a_cache_refuses_data_of_which_few_samples_change(n_samples):
         def __missing__(self, index):
             self.n_read += 1
             is_flipped = index >= n_samples * 9 // 10 and self.n_read % 2
-            return SimpleNamespace(inputs=(torch.tensor([is_flipped, index]),))
+            return Batch((torch.tensor([is_flipped, index]),), torch.tensor([0]))
 
     with pytest.raises(ConfigError, match="not the same when it is read again"):
         _check_repeats(Flipped())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from harness.domain.partition import Interval, cut_dim
 from harness.domain.strategy import Strategy
 from harness.runtime.capture.capture import Captured
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, Readers
 from harness.runtime.engines.engine import Share
 from harness.runtime.executor.geometry.layout import Layout
 from harness.runtime.executor.run.flight import Flight
@@ -24,20 +24,23 @@ class Feed:
 
     Attributes:
         samples: positions in the global batch, in the order in which the device reads them.
+        readers: of a microbatch.
     """
 
     def __init__(
         self, captured: Captured, strategy: Strategy, layouts: Mapping[int, Layout], device: int
     ) -> None:
         self._microbatches = cut_dim(strategy.batch, strategy.n_microbatches)
-        read = {size: _read_samples(layout, device) for size, layout in layouts.items()}
+        inputs = captured.module.graph.find_nodes(op="placeholder")
+        self._input_names = tuple(node.name for node in inputs)
+        readers = {size: _readers(layout, self._input_names) for size, layout in layouts.items()}
+        self.readers = readers[max(readers)]
+        read = {size: _read_samples(found, device) for size, found in readers.items()}
         self._intervals = [
             (first + start, first + stop)
             for first, last in self._microbatches
             for start, stop in (read[last - first],)
         ]
-        inputs = captured.module.graph.find_nodes(op="placeholder")
-        self._input_names = tuple(node.name for node in inputs)
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
 
     def fetch(
@@ -87,12 +90,21 @@ class Feed:
         return flights
 
 
-def _read_samples(layout: Layout, device: int) -> Interval:
+def _readers(layout: Layout, names: Sequence[str]) -> Readers:
+    """The devices whose tasks read samples of a microbatch, by input and then of the targets."""
+    found: dict[str, list[tuple[int, Interval]]] = {name: [] for name in names}
+    for want in layout.wants:
+        if not want.pieces:
+            found[want.value].append((want.device, want.block[0]))
+    losses = (op.name for op in layout.graph.operators if op.kind == "loss")
+    parts = (part for name in losses for part in layout.parts[name])
+    targets = [(part.device, layout.sample_interval(part)) for part in parts]
+    return [*found.values(), targets]
+
+
+def _read_samples(readers: Readers, device: int) -> Interval:
     """The interval of a microbatch that covers all samples of inputs and targets that a device's
     tasks read; it may be empty."""
-    read = [w.block[0] for w in layout.wants if w.device == device and not w.pieces]
-    losses = (op.name for op in layout.graph.operators if op.kind == "loss")
-    parts = (part for name in losses for part in layout.parts[name] if part.device == device)
-    read += map(layout.sample_interval, parts)
+    read = [interval for column in readers for reader, interval in column if reader == device]
     starts, stops = zip(*read, strict=True) if read else ([0], [0])
     return min(starts), max(stops)
