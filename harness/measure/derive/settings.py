@@ -133,6 +133,11 @@ def unlike_one_device(run: Headed) -> str:
         return "it freezes layers"
     if (configured_number(run, "sync_every") or 1) > 1:
         return "it averages replicas of the parameters, not gradients"
+    if run.header.summary.get("has_local_loss"):
+        return (
+            "each rank computes the loss of its own samples, which is not known to be a mean over "
+            "samples: use --engine executor"
+        )
     return ""
 
 

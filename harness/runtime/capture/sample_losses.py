@@ -71,7 +71,7 @@ def split_by_samples(
             values = []
         except _OtherLossError as error:
             _log.warning(
-                "%s computes its loss on whole batches, which leaves out microbatches: %s, and %s",
+                "the loss of %s needs whole batches, which leaves out microbatches: %s, and %s",
                 task.model._get_name(), task.reason, error,
             )  # fmt: skip
     for node in reversed(list(graph.nodes)):

@@ -16,9 +16,10 @@ from torch import nn
 from harness.domain.graph import LOSS
 from harness.domain.shard_state import shards_parameters
 from harness.domain.strategy import Strategy, samples_per_device
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ModelError
 from harness.inputs import shorten
 from harness.measure.recorder import Recorder
+from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import StepFlops, step_flops
 from harness.runtime.data import count_targets, entry_for, load_batches, open_data
 from harness.runtime.data.agreement import check_same
@@ -31,6 +32,7 @@ from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
+from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for_all
@@ -110,6 +112,7 @@ class Training:
         n_parameters: number of trained parameters of the whole model.
         gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
             other than data parallelism.
+        has_local_loss: ranks compute a loss of their own samples that may be no mean over samples.
     """
 
     engine: Engine
@@ -125,6 +128,7 @@ class Training:
     flops: StepFlops | None
     n_parameters: int
     gradient_bytes: int | None
+    has_local_loss: bool
 
     @property
     def executor(self) -> ExecutorEngine:
@@ -306,6 +310,17 @@ def _rates(case: TrainCase, n_steps: int) -> LearningRates:
     )
 
 
+def _has_local_loss(case: TrainCase, task: Task, world: World) -> bool:
+    """See `Training`; False but on rank 0."""
+    if world.size == 1 or not world.is_first or not isinstance(task, BatchLossTask):
+        return False
+    try:
+        graph = capture(task, case.batch, case.model).graph
+    except ModelError:  # which says nothing about the loss
+        return True
+    return graph.mixing_operator() is not None
+
+
 def prepare(
     case: TrainCase,
     world: World,
@@ -330,6 +345,7 @@ def prepare(
     gradient_bytes = _gradient_bytes(case, trained)
     options: ExecutorPlan | None = None
     flops: StepFlops | None
+    has_local_loss = planned is None and _has_local_loss(case, task, world)
     if planned is None:
         shares = _shares(case, task, world)
         flops = step_flops(task, shares[world.rank])
@@ -364,6 +380,7 @@ def prepare(
         flops=flops,
         n_parameters=n_parameters,
         gradient_bytes=gradient_bytes,
+        has_local_loss=has_local_loss,
     )
 
 

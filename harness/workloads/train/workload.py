@@ -319,6 +319,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "parameters_digest": digest,
         "shares": list(training.plan.shares),
         "steps_per_epoch": training.plan.n_steps_per_epoch,
+        "has_local_loss": training.has_local_loss,
     }
     if losses:
         summary |= {"first_loss": losses[0], "last_loss": losses[-1]}

@@ -200,3 +200,12 @@ def test_staleness_is_said():
     *_, last = rows([make_run("pipeline", 0, asynchronous=True)])
     assert last[0].startswith("pipeline-asynchronous on 2 does not train like one device")
     assert "2 - 1 - s updates old" in last[0]
+
+
+def test_losses_of_each_ranks_samples_are_said():
+    run = make_run("ddp", 0)
+    run.header.summary["has_local_loss"] = True
+    *_, last = rows([run])
+    assert last[0].startswith(
+        "ddp on 2 does not train like one device: each rank computes the loss"
+    )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import train_on_ranks
 from local_ranks import largest_difference, run_on_ranks
 from safetensors.torch import load_file
@@ -15,11 +16,18 @@ from harness.measure.derive.spans import phase_table, samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
-from harness.runtime.models.task import Wrapper
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions, Wrapper
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.setup import _optimizer_options, make_task, reduces_all, set_norm_scope
+from harness.workloads.train.setup import (
+    _has_local_loss,
+    _optimizer_options,
+    make_task,
+    reduces_all,
+    set_norm_scope,
+)
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import _save, run_train
 
@@ -340,3 +348,28 @@ def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(t
     }  # fmt: skip
     assert torch.equal(found["decoder.weight"], found["encoder.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+class Alone(torch.nn.Linear):
+    """Returns nothing but its loss."""
+
+    def __init__(self, loss):
+        super().__init__(4, 3)
+        self.loss = loss
+
+    def forward(self, x):
+        return self.loss(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_local"),
+    [
+        (lambda y: F.mse_loss(y, y * 2), False),
+        (lambda y: F.cosine_similarity(y[:, 0], y[:, 1], dim=0), True),
+        (lambda y: y[y > 0].mean(), True),  # which cannot be captured
+    ],
+)
+def test_a_loss_of_each_ranks_samples_is_noticed_if_it_may_be_no_mean_over_samples(loss, is_local):
+    task = task_of("m:f", (Alone(loss), (torch.rand(2, 4),)), ModelOptions())
+    worlds = [SimpleNamespace(size=n, is_first=True) for n in (1, 2)]
+    assert [_has_local_loss(CASE, task, world) for world in worlds] == [False, is_local]
