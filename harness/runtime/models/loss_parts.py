@@ -30,6 +30,12 @@ _MEANS = {
 _COMPARISONS = (
     "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
 )  # fmt: skip
+# What may be computed of a mean; "abs" or "clamp" bends it, maybe not where random outputs are.
+_LINEAR = {
+    "add", "iadd", "radd", "sub", "isub", "rsub", "neg", "mul", "imul", "rmul", "div", "idiv",
+    "truediv", "itruediv", "mean", "sum", "stack", "cat", "view", "reshape", "squeeze", "unsqueeze",
+    "getitem", "clone", "contiguous", "to", "type", "type_as", "float", "double", "nan_to_num",
+}  # fmt: skip
 _TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
 _N_CHECKED = 3  # samples
 
@@ -52,7 +58,7 @@ def flaw_of(own: OwnLoss) -> str:
     free = tuple(replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in given)
     known, other = replace(own, labels=given), replace(own, labels=free)
     ignored = {k: s.ignored for k, s in enumerate(given) if s.ignored is not None}
-    flaw = _flaw(known, {}, is_legal=True) or _flaw(other, {})
+    flaw = _flaw(known, {}, is_legal=True) or _bend(known) or _flaw(other, {})
     if ignored and not flaw:
         flaw = _flaw(known, ignored, is_legal=True)
     if flaw or _is_of_means(own, own.result):
@@ -86,10 +92,8 @@ def _flaw(own: OwnLoss, special: Mapping[int, float], *, is_legal: bool = False)
     Args:
         is_legal: the labels are, so that the loss has to be a number.
     """
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(_N_CHECKED, *shape) for shape in own.outputs.values()]
-    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    targets = _with_special(own, own.draw(_N_CHECKED, generator), special)
+    draws, targets = _drawn(own)
+    targets = _with_special(own, targets, special)
     flaw = "its loss is not finite for random outputs, so that its parts cannot be checked"
     # Outputs may have to be positive, or probabilities, for a loss that is a number.
     for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
@@ -109,6 +113,31 @@ def _flaw(own: OwnLoss, special: Mapping[int, float], *, is_legal: bool = False)
                 f"each by itself to {parts:.4g}, so that it cannot be computed in parts"
             )
     return flaw if is_legal else ""
+
+
+def _drawn(own: OwnLoss) -> tuple[list[Tensor], Tensor]:
+    """Random outputs, and targets."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(_N_CHECKED, *shape) for shape in own.outputs.values()]
+    draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return draws, own.draw(_N_CHECKED, generator)
+
+
+def _bend(own: OwnLoss) -> str:
+    """Why a loss may be another function of a mean than a linear one; empty if it is none."""
+    draws, targets = _drawn(own)
+    means = set[Slot]()
+    try:
+        values = own.values(join(draws), targets)
+    except Exception:  # it takes probabilities alone
+        values = own.values(join([draw.softmax(-1) for draw in draws]), targets)
+    for call in own.calls:
+        read = slots_in((call.args, call.kwargs))
+        if read and all(x in means or torch.numel(values[x]) == 1 for x in read):
+            means |= slots_in(call.result)
+            if call.name.strip("_") not in _LINEAR:
+                return f"it computes {call.name} of a mean over samples"
+    return ""
 
 
 def _with_special(own: OwnLoss, targets: Tensor, special: Mapping[int, float]) -> Tensor:

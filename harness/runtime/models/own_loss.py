@@ -94,11 +94,14 @@ class OwnLoss:
         pairs = zip(found, self.labels, strict=True)
         return [x.to(spec.dtype) if x.dtype == torch.float64 else x for x, spec in pairs]
 
+    def values(self, outputs: Tensor, targets: Tensor) -> dict[Slot, Any]:
+        """Of all slots."""
+        read = separate(wide(outputs), list(self.outputs.values()))
+        return _run(self.calls, (*read, *self.labels_of(targets)), outputs.device)
+
     def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss times the number of targets that count, or of samples."""
-        read = separate(wide(outputs), list(self.outputs.values()))
-        given = (*read, *self.labels_of(targets))
-        found: Tensor = _run(self.calls, given, outputs.device)[self.result]
+        found: Tensor = self.values(outputs, targets)[self.result]
         return found.reshape(()) * (1 if self.counted else len(targets))
 
     def count(self, targets: Tensor) -> int:

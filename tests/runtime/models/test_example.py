@@ -172,6 +172,9 @@ LOSSES = {
     "void": lambda last, x, y, soft, labels: (
         F.cross_entropy(y, labels, ignore_index=255) + y.square().mean()
     ),
+    "flooded": lambda last, x, y, soft, labels: (
+        (F.cross_entropy(y, labels) - 0.1).abs() + 0.1 + y.square().mean()
+    ),
     "squared": lambda last, x, y, soft, labels: F.cross_entropy(y, labels).square(),
 }
 
@@ -421,6 +424,7 @@ def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
         ("padded", torch.tensor([2, 5])),
         ("blank", torch.tensor([2, 5])),
         ("missing", torch.rand(2, 6)),
+        ("flooded", torch.tensor([2, 5])),
         ("void", torch.tensor([2, 255])),
     ],
 )
