@@ -108,6 +108,7 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert "saved/.rank1/shard1.safetensors on " in refusals["unwritten"]
         assert files == ["groups.json", *(f"shard{n}.safetensors" for n in range(N_RANKS))]
         assert "elsewhere holds no shard*.safetensors: give" in refusals["missing"]
+        assert refusals["missing"].endswith("kept: True")
         assert "sample 7 of the data is another on rank 1 than on rank 0" in refusals["other data"]
         assert refusals["closed"].startswith("this Trainer is closed")
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]

@@ -139,7 +139,10 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["unwritten"] = _refused(lambda: second.save(f"{directory}/saved"))
     # Another host's rank lacks a shard, while the others would wait for its weights.
     parts = Path(directory, "saved") if rank != 1 else Path(directory, "elsewhere")
+    made = second.state_dict()
     refusals["missing"] = _refused(lambda: second.load(parts))
+    is_kept = all(torch.equal(made[name], x) for name, x in second.state_dict().items())
+    refusals["missing"] += f"; kept: {is_kept}"
     second.load(f"{directory}/saved")
     train(second, 2)
     results = second.state_dict(), second.averaged_state_dict(), second.evaluate(data)

@@ -353,14 +353,12 @@ class ExecutorEngine:
             HarnessError: on every rank, if one cannot open or load it.
         """
         self.flush()
-
-        def load() -> None:
-            state = open_state()
-            self._gatherer.load(state, self._optimizer)
-            self._random.step = state.get("step", self._random.step)
-
-        raise_on_all_ranks(load, self._world)
+        opened: list[dict[str, Any]] = []
+        # Before any rank changes its slices.
+        raise_on_all_ranks(lambda: opened.append(open_state()), self._world)
+        raise_on_all_ranks(lambda: self._gatherer.load(opened[0], self._optimizer), self._world)
         self.gathers.gather_updated()
+        self._random.step = opened[0].get("step", self._random.step)
         if self._stash is not None:
             self._stash.updated()
 
