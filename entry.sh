@@ -86,7 +86,8 @@ export PATH
 python=$(command -v python || command -v python3)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-# Threads: the cores of the host divided by its ranks. The program lowers it further to a cgroup's quota.
+# Threads while the program starts: the cores of the host divided by its ranks. Each run then sets a
+# thread for each core of its rank.
 local_size=1
 for name in OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS LOCAL_WORLD_SIZE; do
     [[ -v $name ]] || continue
