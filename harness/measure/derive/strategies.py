@@ -275,7 +275,7 @@ class _Finding:
 
     def failures(self) -> list[str]:
         """Strategies without a result, and why."""
-        return [f"{self._name(row)} failed ({_why(row)})" for row in self._rows if not row.step_s]
+        return [f"{self._name(row)} {_ending(row)}" for row in self._rows if not row.step_s]
 
 
 def _is_loss(row: StrategyRow) -> bool:
@@ -293,6 +293,8 @@ def _undecided(reading: str, row: StrategyRow, n_more: int) -> str:
     return f"No verdict yet: {reading}, but {repeats} not decide it (about {n_more} more would)"
 
 
-def _why(row: StrategyRow) -> str:
+def _ending(row: StrategyRow) -> str:
     words = dict.fromkeys(STATUS_WORDS.get(status, status) for status in row.failures)
-    return ", ".join(words) or "no step was timed"
+    if set(row.failures) == {"running"}:
+        return f"is {STATUS_WORDS['running']}"
+    return f"failed ({', '.join(words) or 'no step was timed'})"

@@ -210,6 +210,9 @@ def test_where_all_failed_there_is_no_result():
     assert finding(failed("ddp", 2, "timeout"), failed("single", 1)) == (
         "No strategy has a result: ddp failed (timed out); one device failed (no step was timed)."
     )
+    assert finding(failed("ddp", 2, "running"), failed("single", 1, "crash", "running")) == (
+        "No strategy has a result: ddp is not finished; one device failed (crashed, not finished)."
+    )
 
 
 def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted():
