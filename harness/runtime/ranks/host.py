@@ -72,6 +72,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs that this rank can use, by CUDA index.
         has_nccl: whether its torch has NCCL.
         versions: versions of the libraries that must agree.
+        requested_interface: the one that the user names for this host, or empty.
     """
 
     hostname: str
@@ -83,6 +84,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_nccl: bool
     interfaces: list[Interface]
     versions: dict[str, str]
+    requested_interface: str = ""
 
 
 def quota_cores() -> float | None:

@@ -55,12 +55,13 @@ def introduce(
     channel.join()
     comm = _mpi_world(launch)
     if launch.size > 1:
-        hosts = comm.allgather(msgspec.json.encode((platform.node(), list_interfaces())))
-        kind = tuple[str, list[Interface]]
-        names, interfaces = zip(*(msgspec.json.decode(x, type=kind) for x in hosts), strict=True)
+        mine = (platform.node(), list_interfaces(), environ.get("GLOO_SOCKET_IFNAME", ""))
+        kind = tuple[str, list[Interface], str]
+        gathered = comm.allgather(msgspec.json.encode(mine))
+        hosts = (msgspec.json.decode(data, type=kind) for data in gathered)
+        names, interfaces, requested = map(list, zip(*hosts, strict=True))
         connect_agents(
-            channel, launch.rank, list(names), list(interfaces),
-            environ.get("GLOO_SOCKET_IFNAME", ""), limit_s,
+            channel, launch.rank, names, interfaces, requested[0], limit_s,
             lambda endpoint: comm.bcast(endpoint, root=0),
         )  # fmt: skip
     return comm
@@ -78,7 +79,7 @@ def connect_agents(
     """Connect the agents: rank 0's gets a listening socket, the others' a connection to it.
 
     Args:
-        requested: the interface that the user names, or empty.
+        requested: the interface that the user names on rank 0's host, or empty.
         broadcast: gives rank 0's endpoint to all ranks.
 
     Raises:

@@ -70,12 +70,12 @@ def _store(address: str, port: int = 0, *, is_master: bool = False) -> Any:
     )
 
 
-def _connect_over_mpi(comm: Any, facts: HostFacts, requested: str) -> tuple[Any, str, int]:
+def _connect_over_mpi(comm: Any, facts: HostFacts) -> tuple[Any, str, int]:
     """Start rank 0's store and broadcast its address by MPI."""
     gathered = comm.allgather(msgspec.json.encode(facts))
     all_facts = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
     hosts = [f.hostname for f in all_facts], [f.interfaces for f in all_facts]
-    mine = find_interface(0, *hosts, requested)
+    mine = find_interface(0, *hosts, all_facts[0].requested_interface)
     store = _store(mine.address, is_master=True) if comm.rank == 0 else None
     endpoint = f"{mine.address} {store.port}" if store else ""
     address, port = comm.bcast(endpoint, root=0).split()
@@ -184,11 +184,13 @@ def _share_of_cores(mine: HostFacts, on_host: list[HostFacts]) -> float:
     return min(float(share), (mine.quota_cores or math.inf) / len(on_host))
 
 
-def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: str) -> World:
+def _build_world(launch: Launch, facts: list[HostFacts], comm: Any) -> World:
     hostnames = [fact.hostname for fact in facts]
     mine = facts[launch.rank]
     local_size = hostnames.count(mine.hostname)
-    interface = find_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
+    interface = find_interface(
+        launch.rank, hostnames, [f.interfaces for f in facts], mine.requested_interface
+    )
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
@@ -236,10 +238,10 @@ def meet(
     channel = channel or Channel.from_environment()
     if comm is None:
         comm = introduce(launch, environ, channel, heartbeat_timeout_s)
-    facts = describe_host()
     requested = environ.get("GLOO_SOCKET_IFNAME", "")
+    facts = msgspec.structs.replace(describe_host(), requested_interface=requested)
     if comm is not None:
-        store, address, port = _connect_over_mpi(comm, facts, requested)
+        store, address, port = _connect_over_mpi(comm, facts)
     elif launch.launcher == "none":
         store = _store("127.0.0.1", is_master=True)
         address, port = "127.0.0.1", store.port
@@ -248,11 +250,11 @@ def meet(
         store, address, port = _connect_at_master(launch, variables)
     control = Control(store, launch.rank, launch.size)
     all_facts = control.gather("facts", facts, HostFacts)
-    world = _build_world(launch, all_facts, comm, requested)
+    world = _build_world(launch, all_facts, comm)
     if launch.size > 1 and comm is None:
         connect_agents(
             channel, launch.rank, world.hostnames, [fact.interfaces for fact in all_facts],
-            requested, heartbeat_timeout_s,
+            all_facts[0].requested_interface, heartbeat_timeout_s,
             lambda endpoint: control.broadcast("agent", endpoint, Endpoint),
         )  # fmt: skip
     if launch.rank == 0:

@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from harness.domain.interface import Interface
 from harness.errors import LaunchError
-from harness.runtime.ranks import rendezvous
+from harness.runtime.ranks import introduction, rendezvous
 from harness.runtime.ranks.environment import Launch
 from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus
 
@@ -34,11 +35,10 @@ def worlds(everyone):
     """Each rank's world, all on one host."""
     return [
         rendezvous._build_world(
-            Launch(launcher="slurm", rank=rank, size=len(everyone), has_mpi=False),
-            everyone, None, "",
+            Launch(launcher="slurm", rank=rank, size=len(everyone), has_mpi=False), everyone, None
         )
         for rank in range(len(everyone))
-    ]  # fmt: skip
+    ]
 
 
 A, B = gpu("a", 80), gpu("b", 40)
@@ -208,3 +208,35 @@ def test_a_launch_tells_of_a_torch_that_captures_no_model(caplog):
     old = {"torch": "2.6.0+cu124"}
     rendezvous._check_versions([msgspec.structs.replace(facts(), versions=old)])
     assert "torch 2.6.0+cu124 is none of 2.9 to 3.0" in caplog.text
+
+
+def test_each_host_may_name_an_interface_of_its_own(monkeypatch):
+    """As hosts/HOSTNAME.env does; rank 1 must not look for its own name on rank 0's host."""
+    names = {"a": "eth0", "b": "eno1"}
+    everyone = [
+        msgspec.structs.replace(
+            facts(), hostname=host, requested_interface=name,
+            interfaces=[LOOPBACK, Interface(name=name, address=f"10.0.0.{k}", prefix_length=24)],
+        )
+        for k, (host, name) in enumerate(names.items())
+    ]  # fmt: skip
+    comm = Mock(rank=1, **{"bcast.return_value": "10.0.0.0 5"})
+    comm.allgather = lambda mine: [
+        msgspec.json.encode((f.hostname, f.interfaces, f.requested_interface)) for f in everyone
+    ]
+    introduced = Mock()
+    monkeypatch.setattr(introduction, "_mpi_world", lambda launch: comm)
+    monkeypatch.setattr(introduction, "connect_agents", introduced)
+    launch = Launch(launcher="openmpi", rank=1, size=2, has_mpi=True)
+    introduction.introduce(launch, {"GLOO_SOCKET_IFNAME": "eno1"}, Mock(), 1.0)
+    assert introduced.call_args.args[1:5] == (
+        1,
+        ["a", "b"],
+        [f.interfaces for f in everyone],
+        "eth0",
+    )
+
+    comm.allgather = lambda mine: [msgspec.json.encode(f) for f in everyone]
+    monkeypatch.setattr(rendezvous, "_store", Mock())
+    assert rendezvous._connect_over_mpi(comm, everyone[1])[1:] == ("10.0.0.0", 5)
+    assert [world.interface for world in worlds(everyone)] == ["eth0", "eno1"]
