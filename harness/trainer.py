@@ -365,10 +365,8 @@ class Trainer:
             ConfigError: the state is of another model, optimizer or groups.
             ResultsError: a shard is missing, or shards are of different saves.
         """
-        path = Path(directory)
-        groups = broadcast_result(
-            lambda: OptimizerGroups.read(path), OptimizerGroups | None, self._world
-        )
+        path, world = Path(directory), self._world
+        groups = broadcast_result(lambda: OptimizerGroups.read(path), OptimizerGroups | None, world)
 
         def open_state() -> dict[str, Any]:
             if groups is not None:

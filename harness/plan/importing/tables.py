@@ -316,7 +316,7 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     rows = read_table(path, [])
     size, unit_bytes = _size_column(rows[0], path)
     time, unit_s = _time_column(rows[0], path)
-    n = _ranks_of_name(path.name) or n_ranks
+    n = _ranks_of_name(path.name.lower()) or n_ranks
     if n is None:
         raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
     found: list[tuple[int, float]] = []
@@ -332,7 +332,6 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
 
 def _ranks_of_name(name: str) -> int | None:
     """None also if a name has several numbers, or a number of nodes, which may be a factor."""
-    name = name.lower()
     forms = (r"gpus?[_-]?(\d+)", r"(\d+)[_-]?(?:gpus?|ranks?)")
     found = {number for form in forms for number in re.findall(form, name)}
     if len(found) != 1 or re.search(r"nodes?[_-]?\d|\d[_-]?nodes?|\d+x\d+", name):

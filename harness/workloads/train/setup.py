@@ -45,14 +45,12 @@ if TYPE_CHECKING:
     from harness.runtime.executor.change.elastic import ElasticExecutor
     from harness.runtime.executor.engine import ExecutorEngine
 
-
 # Module and class of each engine, imported when it trains; the executor also takes its plan.
 ENGINES: dict[EngineName, tuple[str, str]] = {
     "torch": ("harness.runtime.engines.torch_engine", "TorchEngine"),
     "executor": ("harness.runtime.executor.engine", "ExecutorEngine"),
     "deepspeed": ("harness.runtime.engines.deepspeed_engine", "DeepSpeedEngine"),
 }
-
 
 # Many periods of a CPU quota, which lets a process run and pause in turn.
 _MIN_TIME_S = 0.5
