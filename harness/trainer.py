@@ -217,7 +217,7 @@ class Trainer:
 
         def open_it() -> None:
             if use not in self._data or self._data[use][0] is not data:
-                self._data[use] = data, OwnData("the data", data, self._task)
+                self._data[use] = data, OwnData("the data", data, self._task, self._seed)
 
         raise_on_all_ranks(open_it, self._world) if is_first else open_it()
         own = self._data[use][1]
@@ -234,7 +234,7 @@ class Trainer:
 
         Args:
             data: has a length and samples by index, as `--data` takes them; a sample depends on
-                its index only.
+                its index, and on random numbers, which the epoch and the index seed.
             epoch: each has an order of its own, with `shuffle`.
             n_workers: processes that load samples; 0: this one.
 

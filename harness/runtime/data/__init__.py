@@ -16,7 +16,7 @@ from harness.errors import ConfigError, DataError
 from harness.runtime.data.batch import Batch, BatchPlan, MemoryData
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_digits, open_folder
-from harness.runtime.data.own import factory_of, open_own
+from harness.runtime.data.own import OwnData, factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text import formats
 from harness.runtime.data.text.sequences import Vocabulary, check_vocabulary
@@ -285,7 +285,7 @@ def load_batches(
         data.prepare(wanted, is_lent=device.type == "cuda" and not n_workers)
     loader: DataLoader[Any] = DataLoader(
         data,
-        batch_sampler=plan.indices(rank, first_step),
+        batch_sampler=plan.indices(rank, first_step, has_epochs=isinstance(data, OwnData)),
         num_workers=n_workers,
         # Forks share cached activations; a rank's default is a server, which would import torch.
         multiprocessing_context="fork" if n_workers else None,

@@ -11,7 +11,6 @@ import torch
 from harness.errors import DataError
 from harness.runtime.data.batch import BatchedData, Readers
 from harness.runtime.data.own import OwnData
-from harness.runtime.devices.random_sources import RandomSources, seed_all
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.ranks.gather import gather_numbers, gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.world import World
@@ -63,26 +62,22 @@ def _first_unlike(values: Sequence[Any]) -> int:
 
 
 def _fingerprint(data: BatchedData, index: int) -> list[int]:
-    """That of a sample, equal on ranks that draw alike for its augmentation; empty if a reading
-    differs from the first, because of generators of its own."""
-    before = RandomSources()
-    seed_all(index)
-    try:
-        first, *others = (
-            [number for t in (*one.inputs, one.targets) for number in fingerprint_of(t).tolist()]
-            for one in (data[index] for _ in range(_N_READINGS))
-        )
-    finally:
-        before.restore()
+    """That of a sample; empty if a reading differs from the first, because the data have a random
+    generator of their own."""
+    first, *others = (
+        [number for t in (*one.inputs, one.targets) for number in fingerprint_of(t).tolist()]
+        for one in (data[index] for _ in range(_N_READINGS))
+    )
     return first if all(other == first for other in others) else []
 
 
-def changed_columns(data: BatchedData) -> dict[int, int]:
-    """Inputs, by number, and after them the targets that change when they are read again, because
-    they are augmented at random, with a sample of which they do."""
+def changed_columns(data: BatchedData, *, is_next_epoch: bool = False) -> dict[int, int]:
+    """Inputs, by number, and after them the targets that change when they are read again, or in the
+    next epoch, because they are augmented at random, with a sample of which they do."""
     found: dict[int, int] = {}
+    later = len(data) if is_next_epoch and isinstance(data, OwnData) else 0
     for index in range(0, len(data), -(-len(data) // _N_READ_TWICE)):
-        first, second = ((*one.inputs, one.targets) for one in (data[index], data[index]))
+        first, second = ((*one.inputs, one.targets) for one in (data[index], data[index + later]))
         for column, (one, other) in enumerate(zip(first, second, strict=True)):
             if not torch.equal(one, other):
                 found.setdefault(column, index)
@@ -90,8 +85,8 @@ def changed_columns(data: BatchedData) -> dict[int, int]:
 
 
 def check_read_once(name: str, data: BatchedData, readers: Readers, world: World) -> None:
-    """Refuse data that are augmented at random where several ranks read what changes of a sample,
-    because each draws for itself; all ranks must call it.
+    """Refuse data that change when they are read again, because they have a random generator of
+    their own, where several ranks read what changes of a sample; all ranks must call it.
 
     Args:
         name: subject of the error.
@@ -108,7 +103,8 @@ def check_read_once(name: str, data: BatchedData, readers: Readers, world: World
         raise DataError(
             f"sample {min(changed.values())} of {name} is not the same when it is read again, and "
             f"ranks {pair[0]} and {pair[1]} would train by unlike readings of the same samples: "
-            "use --strategy ddp, or data without random augmentation"
+            "draw augmentation from torch's, numpy's or Python's global generator, or use "
+            "--strategy ddp"
         )
 
 

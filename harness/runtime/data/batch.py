@@ -165,15 +165,19 @@ class BatchPlan:
         """Number of samples that a rank is fed in a step, without dummies."""
         return self.sizes(step)[rank] if self.positions is None else len(self.positions[rank])
 
-    def indices(self, rank: int, first_step: int = 0) -> Iterator[list[int]]:
+    def indices(
+        self, rank: int, first_step: int = 0, *, has_epochs: bool = False
+    ) -> Iterator[list[int]]:
         """Iterate over the sample indices of one rank from a step on, step by step, without end.
 
-        With `shares`, a rank without samples in a step gets the batch's first one as a dummy that
-        must not count, because every rank has to call the collectives.
+        With `has_epochs`, sample i of epoch e is e * n_samples + i. With `shares`, a rank without
+        samples in a step gets the batch's first one as a dummy that must not count, because every
+        rank has to call the collectives.
         """
         for step in itertools.count(first_step):
             batch = self.global_indices(step)
-            yield [batch[position] for position in self._positions(rank, step)]
+            first = step // self.n_steps_per_epoch * self.n_samples if has_epochs else 0
+            yield [first + batch[position] for position in self._positions(rank, step)]
 
     def global_indices(self, step: int) -> list[int]:
         """The sample indices of a step's global batch, in order."""

@@ -7,6 +7,7 @@ dict of the model's inputs and of the label by name, or a tuple of them in their
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -56,22 +57,29 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
             f"--evaluate measures held-out samples, --data {name!r} returned a "
             f"{type(built).__name__}: return a pair (trained by, held out)"
         )
-    return OwnData(f"--data {name!r}", samples, task)
+    return OwnData(f"--data {name!r}", samples, task, offered["seed"])
 
 
 class OwnData(BatchedData):
     """Batches of a user's samples, in the order of a task's inputs.
 
+    Sample i of epoch e has the number e * length + i. If reading samples draws random numbers, as
+    augmentation does, the generators are seeded by the sample's number before. So all ranks and
+    strategies, and a run that is resumed, read a sample alike; training's own numbers stay.
+
     Args:
         name: subject of errors: what the user calls the data.
-        samples: has a length and samples by index; a sample depends on its index only.
+        samples: has a length and samples by index; a sample depends on its index only, and on
+            random numbers of torch, Python and numpy.
+        seed: of the random numbers that reading draws.
 
     Raises:
         DataError: it has no length or samples by index, or the first does not fit the task.
     """
 
-    def __init__(self, name: str, samples: Any, task: Task) -> None:
-        self._name, self._samples, self._task = name, samples, task
+    def __init__(self, name: str, samples: Any, task: Task, seed: int = 0) -> None:
+        self._name, self._samples, self._task, self._seed = name, samples, task, seed
+        self._is_drawn = False
         self._specs = (*task.inputs, *task.labels)
         self._names = {spec.name for spec in self._specs}
         self._n_counted: dict[int, int] = {}
@@ -86,13 +94,17 @@ class OwnData(BatchedData):
             reason = f"{type(error).__name__}: {one_line(first_line(error))}"
             raise DataError(f"{name} does not tell its length ({reason}): mend it") from error
         if n_samples:
+            before = RandomSources()
             self._look_at(self._fetch([0])[0])
+            self._fetch([n_samples // 2, n_samples - 1])
+            self._is_drawn = before.digests() != RandomSources().digests()
+            before.restore()
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        found = self._fetch(indices)
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        found, indices = self._fetch(numbers), [number % len(self) for number in numbers]
         rows = [self._tensors(index, one) for index, one in zip(indices, found, strict=True)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
         for spec, column in zip(self._specs, columns, strict=True):
@@ -160,10 +172,13 @@ class OwnData(BatchedData):
     def _error(self, index: int, problem: str) -> DataError:
         return DataError(f"sample {index} of {self._name} {problem}")
 
-    def _fetch(self, indices: list[int]) -> Sequence[Any]:
+    def _fetch(self, numbers: list[int]) -> Sequence[Any]:
+        indices = [number % len(self) for number in numbers]
         try:
-            if hasattr(self._samples, "__getitems__"):
-                found: Sequence[Any] = self._samples.__getitems__(indices)
+            if self._is_drawn:
+                found: Sequence[Any] = self._drawn(numbers)
+            elif hasattr(self._samples, "__getitems__"):
+                found = self._samples.__getitems__(indices)
             else:
                 found = [self._samples[index] for index in indices]
             return [self._named(x) for x in found]
@@ -172,6 +187,18 @@ class OwnData(BatchedData):
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(first_line(error))}"
             raise self._error(indices[0], f"or one near it cannot be read ({reason})") from error
+
+    def _drawn(self, numbers: list[int]) -> list[Any]:
+        """Samples whose reading draws random numbers."""
+        before, found = RandomSources(), []
+        try:
+            for number in numbers:
+                digest = hashlib.blake2b(f"{self._seed} {number}".encode(), digest_size=4)
+                seed_all(int.from_bytes(digest.digest()))
+                found.append(self._samples[number % len(self)])
+        finally:
+            before.restore()
+        return found
 
     def _named(self, sample: Any) -> Any:
         """The values by name of a dict, or of a pair of a dict and the label."""

@@ -265,7 +265,7 @@ class TrainingCache:
 
 def _check_repeats(data: Any) -> None:
     """Refuse data whose samples change, such as by random augmentation."""
-    for index in changed_columns(data).values():
+    for index in changed_columns(data, is_next_epoch=True).values():
         raise ConfigError(
             f"--cache keeps activations, but sample {index} of the data is not the same when "
             "it is read again: use --cache off, or data without random augmentation"

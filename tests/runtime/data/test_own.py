@@ -3,6 +3,7 @@
 import logging
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
 from harness.runtime.data import load_batches
-from harness.runtime.data.agreement import _fingerprint as fingerprint_of_sample
-from harness.runtime.data.agreement import check_read_once
+from harness.runtime.data.agreement import changed_columns, check_read_once
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import OwnData, open_own
 from harness.runtime.devices.random_sources import RandomSources, seed_all
@@ -256,21 +256,55 @@ def test_factories_that_make_no_data_set_are_refused(made, name, is_held_out, pr
         made(name, is_held_out=is_held_out)
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
-def test_ranks_that_flip_a_sample_at_random_hold_the_same_one(draw):
-    class Flipped(list):
-        def __getitem__(self, index):
-            words, label = super().__getitem__(index)
-            return (words.flip(0) if draw() < 0.5 else words), label
+class Noisy(list):
+    """Adds random numbers to its inputs."""
 
-    data = OwnData("data", Flipped(TensorDataset(NUMBERS, WORDS[:, 0] % 2)), classifier())
-    found = set()
-    for rank in range(50):
+    def __init__(self, samples, draw):
+        super().__init__(samples)
+        self._draw = draw
+
+    def __getitem__(self, index):
+        words, label = super().__getitem__(index)
+        return words + self._draw(), label
+
+
+TASK = classifier()
+
+
+def noisy(draw, seed=0):
+    return OwnData("data", Noisy(TensorDataset(NUMBERS, WORDS[:, 0] % 2), draw), TASK, seed)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(draw):
+    """Whatever a rank has read and drawn before; training's own numbers stay."""
+    readings = []
+    for rank, numbers in enumerate(([1, 2, N + 1], [N + 1, 2, 1])):
         seed_all(rank)
         before = RandomSources().digests()
-        found.add(tuple(fingerprint_of_sample(data, 1)))
+        data = noisy(draw)
+        read = data.__getitems__(numbers).inputs[0]
         assert RandomSources().digests() == before
-    assert len(found) == 1
+        readings.append(dict(zip(numbers, read.tolist(), strict=True)))
+    assert readings[0] == readings[1]
+    assert readings[0][1] != readings[0][N + 1]
+    other = noisy(draw, seed=1).__getitems__([1]).inputs[0].tolist()
+    assert other != [readings[0][1]]
+
+
+def test_loaded_batches_draw_anew_in_each_epoch_and_go_on_where_a_run_stopped():
+    plan = BatchPlan(n_samples=N, shares=(N,))
+    load = partial(load_batches, plan=plan, rank=0, n_workers=0, device=torch.device("cpu"))
+    batches = load(noisy(random.random))
+    first, second = (next(batches).inputs[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(next(load(noisy(random.random), first_step=1)).inputs[0], second)
+
+
+def test_a_cache_sees_that_augmentation_differs_between_epochs():
+    data = noisy(random.random)
+    assert not changed_columns(data)
+    assert changed_columns(data, is_next_epoch=True) == {0: 0}
 
 
 class Flipped(list):
