@@ -2,7 +2,9 @@
 
 A device runs its tasks in the fixed order of its schedule. Dependencies on other devices are only
 through transfers and all-reduces, which are served in the order in which they become ready (ties:
-lower number first). Each occupies all its resources when the last of them is free.
+lower number first). Each occupies all its resources when the last of them is free. But a transfer
+does not wait for a bucket of gradients that is summed beside backward: both get half of a link or
+NIC meanwhile, as TCP shares it.
 
 If communication has overhead (`host_s_per_byte`), events run in order of time. A transfer loads the
 processors of both its ends evenly during its duration, and computing on these devices gets the rest
@@ -91,9 +93,18 @@ def _occupy(
 
 
 @inlined
+def _shared_seconds(resource: int, begin: float, seconds: float, filled: Any) -> Any:
+    """Seconds of a transfer's bytes over a resource, at half of its rate beside a bucket; the next
+    bucket starts later by as much."""
+    added = min(seconds, max(0.0, filled[resource] - begin) / 2)
+    filled[resource] += added
+    return seconds + added
+
+
+@inlined
 def _serve_move(
-    work: Any, task: int, e: int, is_back: bool, begin: float, free: Any, busy: Any, holder: Any,
-    cause: Any,
+    work: Any, task: int, e: int, is_back: bool, begin: float, free: Any, filled: Any, busy: Any,
+    holder: Any, cause: Any,
 ) -> Any:  # fmt: skip
     """Start and end of a transfer that is ready at `begin`."""
     n_devices = len(work.node_of)
@@ -105,37 +116,45 @@ def _serve_move(
     source, target = work.node_of[a], work.node_of[b]
     out = n_devices * n_devices + source
     into = n_devices * n_devices + len(work.nic) + target
-    ready, slowest = begin, work.bandwidth[a, b]
-    if free[link] > begin:
-        begin, cause[task] = free[link], holder[link]
-    if source != target:
+    ready, is_far = begin, source != target
+    resources = (link, out, into) if is_far else (link, link, link)
+    for resource in resources:
+        if free[resource] > begin:
+            begin, cause[task] = free[resource], holder[resource]
+    seconds = _shared_seconds(link, begin, n_bytes / work.bandwidth[a, b], filled)
+    _occupy(link, begin + seconds, task, free, busy, holder, n_bytes / work.bandwidth[a, b])
+    longest = seconds
+    if is_far:
         for resource, rate in ((out, work.nic[source]), (into, work.nic[target])):
-            slowest = min(slowest, rate)
-            if free[resource] > begin:
-                begin, cause[task] = free[resource], holder[resource]
+            seconds = _shared_seconds(resource, begin, n_bytes / rate, filled)
+            longest = max(longest, seconds)
             # Flows share an interface, so it serves its queue without waiting for other resources.
-            until = max(ready, free[resource]) + n_bytes / rate
+            until = max(ready, free[resource]) + seconds
             _occupy(resource, until, task, free, busy, holder, n_bytes / rate)
-    seconds = n_bytes / work.bandwidth[a, b]
-    _occupy(link, begin + seconds, task, free, busy, holder, seconds)
-    return begin, begin + work.latency[a, b] + n_bytes / slowest
+    return begin, begin + work.latency[a, b] + longest
 
 
 @inlined
 def _serve_reduce(
-    work: Any, task: int, price: int, begin: float, free: Any, busy: Any, holder: Any, cause: Any
-) -> Any:
+    work: Any, task: int, price: int, begin: float, free: Any, filled: Any, busy: Any, holder: Any,
+    filler: Any, cause: Any, is_bucket: bool,
+) -> Any:  # fmt: skip
     """Start and end of an all-reduce that is ready at `begin`."""
     low, high = work.reduce_ptr[price], work.reduce_ptr[price + 1]
     for p in range(low, high):
         resource = work.reduce_resource[p]
         if free[resource] > begin:
             begin, cause[task] = free[resource], holder[resource]
+        if filled[resource] > begin:
+            begin, cause[task] = filled[resource], filler[resource]
     for p in range(low, high):
         seconds = work.reduce_occupied[p]
         if seconds > 0:
             resource = work.reduce_resource[p]
-            _occupy(resource, begin + seconds, task, free, busy, holder, seconds)
+            if is_bucket:
+                _occupy(resource, begin + seconds, task, filled, busy, filler, seconds)
+            else:
+                _occupy(resource, begin + seconds, task, free, busy, holder, seconds)
     return begin, begin + work.reduce_seconds[price]
 
 
@@ -176,8 +195,11 @@ def run_events(work: Any, dependents: Any, device_begin: Any) -> Any:
     start, finish = np.full(total, np.nan), np.full(total, np.nan)
     ready, cause = np.zeros(total), np.full(total, NONE, np.int64)
     waits = dependents.waits.copy()
-    free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
+    busy = np.zeros(work.n_resources)
+    # When transfers and partial sums free a resource, and when buckets do, and the last of these.
+    free, filled = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
+    filler = holder.copy()
     is_timed = work.host_s_per_byte.max() > 0  # communication has overhead
     n_devices = len(work.node_of)
     running = np.full(n_devices, NONE, np.int64)
@@ -239,10 +261,15 @@ def run_events(work: Any, dependents: Any, device_begin: Any) -> Any:
             if task < sums:
                 e = (task - compute) % n_edges
                 is_back = task >= back
-                begin, end = _serve_move(work, task, e, is_back, now, free, busy, holder, cause)
+                begin, end = _serve_move(
+                    work, task, e, is_back, now, free, filled, busy, holder, cause
+                )
             else:
                 price = _price_of(work, begins, task)
-                begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
+                begin, end = _serve_reduce(
+                    work, task, price, now, free, filled, busy, holder, filler, cause,
+                    task >= begins[4] and work.shares_links,
+                )  # fmt: skip
             start[task] = begin
             if is_timed:
                 push(keys, ids, n_heap, begin, task + total)

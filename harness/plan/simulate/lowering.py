@@ -126,6 +126,7 @@ def lower(
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
+        shares_links=options.overlap,
         host_s_per_byte=np.array([device.host_s_per_byte for device in simulator.cluster.devices]),
         **rows.sum_columns(),
         **reduction_columns(simulator, tables, buckets, gathers.units, shard_state),

@@ -164,6 +164,7 @@ class Work(NamedTuple):
     bandwidth: Any  # (D, D)
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
+    shares_links: bool  # transfers and buckets share links and NICs; else they wait for each other
     host_s_per_byte: Any  # (D,) overhead: seconds of computation per byte sent or received
     sum_is_collective: Any  # (C,)
     sum_goes: Any  # (C,)

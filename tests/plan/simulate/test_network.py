@@ -91,6 +91,20 @@ def test_a_fast_interface_overlaps_slow_links():
     assert [(s, e) for _, s, e in arrivals] == [(1, 3), (2, 4), (3, 5)]
 
 
+@pytest.mark.parametrize(("n_bytes", "arrives_s"), [(160, 6.5), (24, 5.75)])
+def test_a_transfer_and_a_bucket_share_an_interface(n_bytes, arrives_s):
+    """Two replicas of two stages. The gradient of `a` takes 1 s alone, from 4.5 s on; the bucket of
+    `c` takes a second per 16 B, from 3.5 s on."""
+    graph, profile = model([op("a", ["x"], 4, 8), op("b", ["a"], 4), op("c", ["b"], 4, n_bytes)])
+    nodes = Cluster.uniform(
+        4, 1, inside_bytes_per_s=16.0, between_bytes_per_s=16.0, memory_bytes=MB
+    )
+    first, last = OperatorPlan({"sample": 2}, [0, 1]), OperatorPlan({"sample": 2}, [2, 3])
+    found = timeline(simulate(graph, profile, nodes, {"a": first, "b": last, "c": last}))
+    assert ("all-reduce c", 3.5, 3.5 + n_bytes / 16) in found
+    assert ("gradient of a node2:0 -> node0:0", 4.5, arrives_s) in found
+
+
 def test_both_directions_of_a_link_are_apart():
     operators = [op("a", ["x"], 4), op("b", ["x"], 4), op("c", ["a"], 1), op("d", ["b"], 1)]
     graph, profile = model(operators, (1.0, 0.0))
