@@ -97,7 +97,9 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--all", action="store_true", help="list measurements that are the same or unclear, too"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object with all pairs")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with all of them"
+    )
     return parser
 
 

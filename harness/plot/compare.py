@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.errors import ResultsError
@@ -25,7 +25,7 @@ MOST_OF_A_KIND = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class Compared:
     """One measurement in both directories.
 
     Attributes:
@@ -41,8 +41,8 @@ class Pair:
     kind: str
     name: str
     before_s: float
-    after_s: float | None = None
-    ratio: float | None = None
+    after_s: float | None
+    ratio: float | None
     n_before: int
     n_after: int
     outcome: str
@@ -59,7 +59,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All pairs, and what only one directory has.
+    """What both directories have, and what only one has.
 
     Attributes:
         software: version or setting that differs, before and after.
@@ -67,7 +67,7 @@ class Comparison:
         problems: files that could not be read.
     """
 
-    pairs: tuple[Pair, ...]
+    both: tuple[Compared, ...]
     software: tuple[tuple[str, str, str], ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        return any(pair.is_worse for pair in self.pairs)
+        return any(one.is_worse for one in self.both)
 
 
 def _whole(times: Sequence[Timed]) -> Timed:
@@ -86,21 +86,25 @@ def _whole(times: Sequence[Timed]) -> Timed:
     return Timed(over.median, over.low, over.high)
 
 
-def _pair(
+def _compared(
     subject: Subject, before: Sequence[Timed], after: Sequence[Timed], note: str = ""
-) -> Pair:
-    old = _whole(before)
-    pair = Pair(
-        kind=subject.kind, name=subject.name, before_s=old.median, n_before=len(before),
-        n_after=len(after), outcome="fails", note=note,
-    )  # fmt: skip
-    if not after:
-        return pair
-    new = _whole(after)
-    outcome: str = verdict([t.median for t in after], [t.median for t in before]).outcome
-    if outcome == "inconclusive":
-        outcome = _by_intervals(old, new)
-    return replace(pair, after_s=new.median, ratio=new.median / old.median, outcome=outcome)
+) -> Compared:
+    old, new = _whole(before), _whole(after) if after else None
+    outcome: str = "fails"
+    if new is not None:
+        outcome = verdict([t.median for t in after], [t.median for t in before]).outcome
+        outcome = _by_intervals(old, new) if outcome == "inconclusive" else outcome
+    return Compared(
+        kind=subject.kind,
+        name=subject.name,
+        before_s=old.median,
+        after_s=new and new.median,
+        ratio=new and new.median / old.median,
+        n_before=len(before),
+        n_after=len(after),
+        outcome=outcome,
+        note=note,
+    )
 
 
 def _by_intervals(old: Timed, new: Timed) -> str:
@@ -131,7 +135,8 @@ def _software(before: Catalog, after: Catalog) -> Iterator[tuple[str, str, str]]
 def _read(root: Path) -> Catalog:
     found, problems = find_runs(root)
     if not found:
-        raise ResultsError(f"{root} holds no run: make one with ./entry.sh, or import logs")
+        beside = f", but {len(problems)} other entries" if problems else ""
+        raise ResultsError(f"{root} holds no run{beside}: make one with ./entry.sh, or import logs")
     own, left_out = without_samples(found)
     return read_catalog(own, [*problems, *left_out])
 
@@ -155,27 +160,27 @@ def compare(before: Path, after: Path) -> Comparison:
         if run.summary is not None and run.summary.plan:
             plans[trainings[id(run)]].add(run.summary.plan)
     order = {kind: place for place, kind in enumerate(KINDS)}
-    pairs: list[Pair] = []
+    both: list[Compared] = []
     only: tuple[list[str], list[str]] = [], []
     for subject in sorted({*old, *new}, key=lambda one: (order[one.kind], one.name)):
         sizes = set(old.get(subject, ())) & set(new.get(subject, ()))
         if sizes:
             times = [side[subject][max(sizes)] for side in (old, new)]
             note = "with another plan" if len(plans[subject]) > 1 else ""
-            pairs.append(_pair(subject, times[0], times[1], note))
+            both.append(_compared(subject, times[0], times[1], note))
         elif subject in old and subject in endings:
-            pairs.append(_pair(subject, old[subject][0], (), endings[subject]))
+            both.append(_compared(subject, old[subject][0], (), endings[subject]))
         else:
             for names, side in zip(only, (old, new), strict=True):
                 names += [str(subject)] * (subject in side)
-    if not pairs:
+    if not both:
         own, others = (_named(names) or "no run that is ok" for names in only)
         raise ResultsError(
             f"{before} ({own}) and {after} ({others}) have no measurement in common: run the same "
             "workloads on the same hosts"
         )
     return Comparison(
-        pairs=tuple(pairs),
+        both=tuple(both),
         software=tuple(_software(*sides)),
         only_before=tuple(only[0]),
         only_after=tuple(only[1]),
@@ -183,13 +188,13 @@ def compare(before: Path, after: Path) -> Comparison:
     )
 
 
-def sentence(pairs: Collection[Pair]) -> str:
+def sentence(both: Collection[Compared]) -> str:
     """How many measurements are slower, and of what kind."""
-    worse = Counter(pair.kind for pair in pairs if pair.is_worse)
-    count = Counter(pair.outcome.rstrip("?") for pair in pairs)
+    worse = Counter(one.kind for one in both if one.is_worse)
+    count = Counter(one.outcome.rstrip("?") for one in both)
     kinds = ", ".join(f"{kind} {n}" for kind, n in worse.items())
     others = ", ".join(f"{count[name]} {name}" for name in ("faster", "same", "inconclusive"))
-    found = f"{worse.total()} of {format_count(len(pairs), 'measurement')} slower"
+    found = f"{worse.total()} of {format_count(len(both), 'measurement')} slower"
     return f"{found} ({kinds}), {others}" if kinds else f"{found}, {others}"
 
 
@@ -197,16 +202,17 @@ def as_text(found: Comparison, *, is_whole: bool) -> str:
     """For a terminal.
 
     Args:
-        is_whole: list all pairs, not only those that changed.
+        is_whole: list all measurements, not only those that changed most.
     """
-    lines = [sentence(found.pairs)]
-    shown = list(found.pairs) if is_whole else _most_changed(found.pairs)
+    lines = [sentence(found.both)]
+    changed = [one for one in found.both if one.is_changed]
+    shown = list(found.both) if is_whole else _most_of_each_kind(changed)
     if shown:
         heads = ["measurement", "before", "after", "times as long", "runs", "outcome"]
-        lines += ["", *table(heads, [_row(pair) for pair in shown])]
-        if n_more := sum(pair.is_changed for pair in found.pairs if pair not in shown):
-            lines.append(f"and {n_more} smaller changes: --all lists them")
-        if any(pair.outcome.endswith("?") for pair in shown):
+        lines += ["", *table(heads, [_row(one) for one in shown])]
+        if len(changed) > len(shown):
+            lines.append(f"and {len(changed) - len(shown)} smaller changes: --all lists them")
+        if any(one.outcome.endswith("?") for one in shown):
             lines.append(
                 "?: by the intervals of too few runs for a verdict; seven of each settle it"
             )
@@ -218,21 +224,12 @@ def as_text(found: Comparison, *, is_whole: bool) -> str:
     return "\n".join(lines)
 
 
-def _most_changed(pairs: Iterable[Pair]) -> list[Pair]:
+def _most_of_each_kind(changed: Iterable[Compared]) -> list[Compared]:
     """The largest changes of each kind, at most MOST_OF_A_KIND."""
-    by_kind: dict[str, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        if pair.is_changed:
-            by_kind[pair.kind].append(pair)
-
-    def change(pair: Pair) -> float:
-        return math.inf if pair.ratio is None else abs(math.log(pair.ratio))
-
-    return [
-        pair
-        for changed in by_kind.values()
-        for pair in sorted(changed, key=change, reverse=True)[:MOST_OF_A_KIND]
-    ]
+    by_kind: dict[str, list[Compared]] = defaultdict(list)
+    for one in sorted(changed, key=lambda one: -abs(math.log(one.ratio or math.inf))):
+        by_kind[one.kind].append(one)
+    return [one for kind in KINDS for one in by_kind[kind][:MOST_OF_A_KIND]]
 
 
 def _named(names: Sequence[str]) -> str:
@@ -240,23 +237,23 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {n_more} more" if n_more > 0 else "")
 
 
-def _row(pair: Pair) -> list[str]:
-    show = KINDS[pair.kind]
+def _row(one: Compared) -> list[str]:
+    show = KINDS[one.kind]
     return [
-        str(Subject(pair.kind, pair.name)),
-        show(pair.before_s),
-        cell(pair.after_s, show),
-        cell(pair.ratio, ".2f"),
-        f"{pair.n_before} and {pair.n_after}",
-        one_line(f"{pair.outcome}, {pair.note}") if pair.note else pair.outcome,
+        str(Subject(one.kind, one.name)),
+        show(one.before_s),
+        cell(one.after_s, show),
+        cell(one.ratio, ".2f"),
+        f"{one.n_before} and {one.n_after}",
+        one_line(f"{one.outcome}, {one.note}") if one.note else one.outcome,
     ]
 
 
 def as_json(found: Comparison) -> str:
     """One object; durations in seconds, those of rates in seconds per FLOP or byte."""
     document = {
-        "sentence": sentence(found.pairs),
-        "pairs": [asdict(pair) for pair in found.pairs],
+        "sentence": sentence(found.both),
+        "measurements": [asdict(one) for one in found.both],
         "software": [
             {"name": name, "before": old, "after": new} for name, old, new in found.software
         ],

@@ -47,7 +47,7 @@ class Timed(NamedTuple):
     high: float
 
 
-Found = tuple[Subject, int, Timed]
+Measured = tuple[Subject, int, Timed]
 """Subject, size of the message or product, and time of one measurement."""
 
 
@@ -71,7 +71,7 @@ def _timed(time: Summary, per: float = 1.0) -> Timed:
     return Timed(time.median / per, time.low / per, time.high / per)
 
 
-def _of_devices(run: RunNumbers) -> Iterator[Found]:
+def _of_devices(run: RunNumbers) -> Iterator[Measured]:
     names = device_names(run.header.ranks)
     for product in run.products:
         name = f"{names.get(product.rank, product.hostname)} {product.dtype}"
@@ -87,7 +87,7 @@ def _of_devices(run: RunNumbers) -> Iterator[Found]:
         yield Subject("distributed product", name), flops, _timed(made.time, flops)
 
 
-def _of_links(run: RunNumbers) -> Iterator[Found]:
+def _of_links(run: RunNumbers) -> Iterator[Measured]:
     names = device_names(run.header.ranks)
     for matrix in run.links:
         n = len(matrix.names)

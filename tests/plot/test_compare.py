@@ -41,18 +41,18 @@ def compared(before, after, capsys):
 
 
 def outcomes(document, kind):
-    return {p["name"]: p["outcome"] for p in document["pairs"] if p["kind"] == kind}
+    return {p["name"]: p["outcome"] for p in document["measurements"] if p["kind"] == kind}
 
 
 def test_directory_equals_itself(comparison, capsys):
     code, document = compared(comparison, comparison, capsys)
     assert code == 0
-    kinds = {pair["kind"] for pair in document["pairs"]}
+    kinds = {pair["kind"] for pair in document["measurements"]}
     assert kinds == {
         "training", "link bandwidth", "link latency", "bus bandwidth", "matmul",
         "distributed product", "memory bandwidth",
     }  # fmt: skip
-    assert {pair["ratio"] for pair in document["pairs"]} == {1.0}
+    assert {pair["ratio"] for pair in document["measurements"]} == {1.0}
     assert not document["software"] + document["only_before"] + document["only_after"]
 
 
@@ -60,12 +60,12 @@ def test_seven_repeats_of_each_give_a_verdict(tmp_path, capsys):
     before = trained(tmp_path / "before", 0.1, repeats=7)
     after = trained(tmp_path / "after", 0.2, repeats=7)
     code, document = compared(before, after, capsys)
-    (pair,) = document["pairs"]
+    (pair,) = document["measurements"]
     assert code == 1
     assert (pair["outcome"], pair["n_before"], pair["n_after"]) == ("slower", 7, 7)
     assert pair["ratio"] == pytest.approx(2, rel=0.1)
     code, document = compared(after, before, capsys)
-    assert (code, document["pairs"][0]["outcome"]) == (0, "faster")
+    assert (code, document["measurements"][0]["outcome"]) == (0, "faster")
 
 
 def test_outcome_by_intervals_of_few_runs_has_a_question_mark(tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_training_that_fails_now_is_worse(tmp_path, capsys):
     before = trained(tmp_path / "before", 0.1)
     after = trained(tmp_path / "after", 0.1, status="timeout", reason="no rank answered")
     code, document = compared(before, after, capsys)
-    (pair,) = document["pairs"]
+    (pair,) = document["measurements"]
     assert (code, pair["outcome"], pair["after_s"]) == (1, "fails", None)
     assert "no rank answered" in pair["note"]
 
@@ -101,7 +101,7 @@ def test_settings_of_later_versions_do_not_count_but_others_do(tmp_path, capsys)
     before = trained(tmp_path / "before", 0.1, config={"optimizer": "sgd"})
     after = trained(tmp_path / "after", 0.1, config={"optimizer": "sgd", "new": 3})
     _, document = compared(before, after, capsys)
-    assert len(document["pairs"]) == 1
+    assert len(document["measurements"]) == 1
     linked(before, 1e8), linked(after, 1e8)
     other = trained(tmp_path / "other", 0.1, config={"optimizer": "adamw"})
     linked(other, 1e8)

@@ -117,10 +117,12 @@ def _serve_move(
     out = n_devices * n_devices + source
     into = n_devices * n_devices + len(work.nic) + target
     ready, is_far = begin, source != target
-    resources = (link, out, into) if is_far else (link, link, link)
-    for resource in resources:
-        if free[resource] > begin:
-            begin, cause[task] = free[resource], holder[resource]
+    if free[link] > begin:
+        begin, cause[task] = free[link], holder[link]
+    if is_far:
+        for resource in (out, into):
+            if free[resource] > begin:
+                begin, cause[task] = free[resource], holder[resource]
     seconds = _shared_seconds(link, begin, n_bytes / work.bandwidth[a, b], filled)
     _occupy(link, begin + seconds, task, free, busy, holder, n_bytes / work.bandwidth[a, b])
     longest = seconds
