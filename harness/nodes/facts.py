@@ -99,6 +99,8 @@ class SmiGpu:
             remapping failed.
         recovery: action that the driver requests, such as `Reset`; empty: none.
         fabric: state of the NVSwitch fabric, if it is not ready.
+        pcie_lanes: lanes of its link to the host that are in use, and those that card and slot
+            have; None if it is on no PCIe bus.
         errors: pairs of an error message and the fields in which nvidia-smi printed it.
         capability: (8, 6) for sm_86.
     """
@@ -119,6 +121,7 @@ class SmiGpu:
     remap: str = ""
     recovery: str = ""
     fabric: str = ""
+    pcie_lanes: tuple[int, int] | None = None
     errors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     processes: tuple[GpuProcess, ...] = ()
     capability: tuple[int, int] | None = None

@@ -143,6 +143,7 @@ def _gpu(
         remap=_remap(element),
         recovery=_word(element.findtext("gpu_recovery_action")) or _reset(element),
         fabric=_fabric(element),
+        pcie_lanes=_pcie_lanes(element),
         errors=_errors(element),
         processes=tuple(
             GpuProcess(
@@ -213,6 +214,14 @@ def _fabric(element: ElementTree.Element) -> str:
     state, status = (_word(element.findtext(f"fabric/{name}")) for name in ("state", "status"))
     is_ready = state in ("", "Completed") and status in ("", "Success")
     return "" if is_ready else f"{state} {status}".strip()
+
+
+def _pcie_lanes(element: ElementTree.Element) -> tuple[int, int] | None:
+    """Lanes in use and at most, of widths such as `16x`."""
+    widths = "pci/pci_gpu_link_info/link_widths"
+    texts = (element.findtext(f"{widths}/{name}_link_width", "") for name in ("current", "max"))
+    current, most = (find_int(text.strip().removesuffix("x"), 1, 64) for text in texts)
+    return None if current is None or most is None else (current, most)
 
 
 def _remap(element: ElementTree.Element) -> str:

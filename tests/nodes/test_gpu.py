@@ -59,6 +59,15 @@ def test_volta_counts_errors_by_double_bits(smi_xml):
     assert facts_of(text).gpus[0].ecc_uncorrected == 3
 
 
+@pytest.mark.parametrize(("used", "is_warned"), [("1x", True), ("8x", False), ("N/A", False)])
+def test_a_card_with_few_pcie_lanes_is_a_warning(hosts, smi_xml, used, is_warned):
+    widths = f"<max_link_width>16x</max_link_width><current_link_width>{used}</current_link_width>"
+    lanes = f"<pci><pci_gpu_link_info><link_widths>{widths}</link_widths></pci_gpu_link_info></pci>"
+    gpu = facts_of(smi_xml("h200").replace("</gpu>", f"{lanes}</gpu>"))
+    (finding,) = hosts(1).facts(0, gpu=gpu).judge("gpu", 0)
+    assert (finding.status is Status.WARN) == ("1 of 16 PCIe lanes" in finding.detail) == is_warned
+
+
 def test_who_holds_the_memory_is_named_with_the_owner(hosts, smi_xml):
     text = smi_xml("rtx3070").replace("<used>18 MiB", "<used>6000 MiB")
     text = text.replace("/usr/lib/xorg/Xorg", "/home/eve/.venv/bin/python").replace(

@@ -74,6 +74,8 @@ def remedy_of(words: str, host: str) -> str:
 IN_USE_BYTES = 500 * 2**20
 BUSY_UTILIZATION = 0.1
 HOT_C = 85.0
+# Boards with two cards give each 8 of 16 lanes, which is no fault.
+FEW_LANES = 4
 # Idle clocks and power caps set by an administrator are not faults.
 _BAD_THROTTLES = {
     "hw_slowdown": "hardware slowdown",
@@ -165,6 +167,12 @@ def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
     if gpu.fabric:
         remedy = f"ssh {report.name} sudo systemctl restart nvidia-fabricmanager"
         verdicts += warn(f"{name} waits for its NVSwitch fabric ({gpu.fabric})", remedy)
+    lanes, most_lanes = gpu.pcie_lanes or (0, 0)
+    if lanes < most_lanes and lanes <= FEW_LANES:
+        verdicts += warn(
+            f"{name} has {lanes} of {most_lanes} PCIe lanes: copies to and from it are slow",
+            "seat the card again, without a riser, or move it to a slot with more lanes",
+        )
     if gpu.mig_mode == "Enabled":
         verdicts += warn(
             f"{name} is cut into MIG instances ({gpu.n_mig_devices} made): a rank sees one "
