@@ -1,32 +1,22 @@
 """`bash setup/check_nodes.sh [hostfile]`: are these hosts ready to train together?"""
 
 import argparse
-import asyncio
 import os
-import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import harness
 from harness.domain.hostfile import load_hostfile
-from harness.errors import ConfigError, EnvironmentSetupError, run_command
+from harness.errors import ConfigError, run_command
 from harness.inputs import CommandParser
-from harness.nodes.between import ALLREDUCE, MPI, TCP
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import worst
-from harness.nodes.probe import Order
 from harness.nodes.report import Look, render, to_json
-from harness.nodes.survey import Survey, survey
+from harness.nodes.survey import CHECKOUT, environment, survey_hosts
 from harness.units import parse_duration
-
-_REPO = Path(harness.__file__).resolve().parents[1]
-# Of the 104 bytes that the shortest system allows, ssh appends 58.
-_MAX_SOCKET_DIRECTORY = 45
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "Meaning, thresholds and remedy of each check: docs/checks.md",
     )
     parser.add_argument(
-        "hostfile", nargs="?", type=Path, default=_REPO / "hosts" / "tesla.txt",
+        "hostfile", nargs="?", type=Path, default=CHECKOUT / "hosts" / "tesla.txt",
         help="file of hosts, as for mpirun --hostfile (default: hosts/tesla.txt)",
     )  # fmt: skip
     parser.add_argument(
@@ -63,10 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     for flag, what in (("--only", "run only these checks"), ("--skip", "skip these checks")):
         what += ", separated by commas"
         parser.add_argument(flag, default=[], type=_names, metavar="CHECKS", help=what)
-    # The virtual environment of this process, else that of the checkout.
-    env = Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
     parser.add_argument(
-        "--env", type=Path, default=env, metavar="PATH",
+        "--env", type=Path, default=environment(), metavar="PATH",
         help="the Python environment, at the same path on every host (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -99,41 +87,24 @@ def _positive_s(text: str, flag: str) -> float:
     return seconds
 
 
-def _survey_hosts(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey:
-    if shutil.which("ssh") is None:
-        raise EnvironmentSetupError(
-            "no ssh client on this machine: sudo apt-get install openssh-client"
-        )
-    hosts, progress = load_hostfile(arguments.hostfile), _ProgressLine()
-    with tempfile.TemporaryDirectory(prefix="check-") as sockets:
-        order = Order(
-            peers=tuple(host.name for host in hosts),
-            env_dir=str(arguments.env.absolute()),
-            repo_dir=str(_REPO),
-            timeout_s=_positive_s(arguments.timeout, "--timeout"),
-            deep=arguments.deep,
-            hostfile=shlex.quote(str(arguments.hostfile)),
-            shared=sockets if len(sockets) <= _MAX_SOCKET_DIRECTORY else "",
-        )
-        try:
-            return asyncio.run(
-                survey(
-                    hosts,
-                    order,
-                    between=frozenset({TCP, MPI, ALLREDUCE} & set(checks)),
-                    launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
-                    progress=progress,
-                )
-            )
-        finally:
-            progress.clear()
-
-
 def _run(arguments: argparse.Namespace) -> int:
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.monotonic()
     checks = select(arguments.only, arguments.skip)
-    found = _survey_hosts(arguments, checks)
+    progress = _ProgressLine()
+    try:
+        found = survey_hosts(
+            load_hostfile(arguments.hostfile),
+            hostfile=arguments.hostfile,
+            env=arguments.env,
+            between=checks,
+            timeout_s=_positive_s(arguments.timeout, "--timeout"),
+            launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
+            deep=arguments.deep,
+            progress=progress,
+        )
+    finally:
+        progress.clear()
     findings = judge_all(found, checks)
     duration_s = time.monotonic() - start_s
     if arguments.json:

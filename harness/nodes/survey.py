@@ -14,19 +14,39 @@ report. Each host is logged into once, and all its checks use that session.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
+import harness
 from harness.domain.hostfile import Host
-from harness.nodes.between import Healthy, Pairs, Progress, Reduction, Talk, choose_run_interfaces
+from harness.errors import EnvironmentSetupError
+from harness.nodes.between import (
+    ALLREDUCE,
+    MPI,
+    TCP,
+    Healthy,
+    Pairs,
+    Progress,
+    Reduction,
+    Talk,
+    choose_run_interfaces,
+)
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
 from harness.nodes.ssh import Login, Session
 
+CHECKOUT = Path(harness.__file__).resolve().parents[1]
+# Of the 104 bytes that the shortest system allows, ssh appends 58.
+_MAX_SOCKET_DIRECTORY = 45
 # Limit of concurrent ssh sessions.
 _N_AT_ONCE = 128
 # Hosts that share cores, such as virtual nodes, answer in sequence, mostly within this interval.
@@ -72,6 +92,57 @@ class Survey:
     @property
     def answered(self) -> tuple[HostReport, ...]:
         return tuple(report for report in self.reports if report.is_in)
+
+
+def environment() -> Path:
+    """The virtual environment of this process, else that of the checkout."""
+    return Path(sys.prefix) if sys.prefix != sys.base_prefix else CHECKOUT / ".venv"
+
+
+def survey_hosts(
+    hosts: Sequence[Host],
+    *,
+    hostfile: Path,
+    timeout_s: float,
+    env: Path | None = None,
+    between: Collection[str] = (),
+    launch_timeout_s: float = 0.0,
+    deep: bool = False,
+    progress: Progress = lambda _: None,
+) -> Survey:
+    """Probe all hosts and run the checks between them that are named.
+
+    Args:
+        hostfile: of the hosts, for remedies.
+        env: the Python environment at the same path on every host; this process's if None.
+        deep: run a kernel on each GPU.
+
+    Raises:
+        EnvironmentSetupError: this machine has no ssh client.
+    """
+    if shutil.which("ssh") is None:
+        raise EnvironmentSetupError(
+            "no ssh client on this machine: sudo apt-get install openssh-client"
+        )
+    with tempfile.TemporaryDirectory(prefix="check-") as sockets:
+        order = Order(
+            peers=tuple(host.name for host in hosts),
+            env_dir=str((env or environment()).absolute()),
+            repo_dir=str(CHECKOUT),
+            timeout_s=timeout_s,
+            deep=deep,
+            hostfile=shlex.quote(str(hostfile)),
+            shared=sockets if len(sockets) <= _MAX_SOCKET_DIRECTORY else "",
+        )
+        return asyncio.run(
+            survey(
+                hosts,
+                order,
+                between=frozenset({TCP, MPI, ALLREDUCE} & set(between)),
+                launch_timeout_s=launch_timeout_s,
+                progress=progress,
+            )
+        )
 
 
 async def survey(
