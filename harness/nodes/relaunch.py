@@ -167,12 +167,14 @@ class _Keeper:
             fit = [host for host in self._hosts if host.name not in lost]
             if fit or time.monotonic() > end_s:
                 return fit
+            _say(f"no host can train; checking again in {self._check_every_s:g} s")
             time.sleep(self._check_every_s)
 
     def _stop(self, *_: object) -> None:
         self._is_stopped = True
-        if self._launch is not None:
-            self._launch.send_signal(signal.SIGTERM)
+        if self._launch is None or self._launch.poll() is not None:
+            raise SystemExit(128 + signal.SIGTERM)
+        self._launch.send_signal(signal.SIGTERM)
 
 
 def _at_least_1s(text: str, flag: str) -> float:

@@ -64,7 +64,7 @@ def keep(tmp_path, monkeypatch):
 
         monkeypatch.setattr(relaunch, "unfit", found)
         words = [str(mpirun), "-np", "2", "--hostfile", str(tmp_path / "hosts.txt"), *TRAIN]
-        flags = ["--check-every", "1s", "--max-restarts", "3"]
+        flags = ["--check-every", "1s", "--max-restarts", "3", "--wait", "1s"]
         code = relaunch.main([*flags, *words])
         return code, log.read_text().splitlines()
 
@@ -87,6 +87,7 @@ def test_a_training_goes_on_without_a_lost_host_and_with_it_when_it_is_back(keep
         (["exit 2"], [[]], 2, 1),  # refused by `train`, and no host is lost
         (["exit 2", "exit 0"], [["a"], ["a"]], 0, 2),
         (["exit 1"] * 4, [[]] * 4, 1, 4),
+        (["exit 1"], [["a", "b"]] * 3, 1, 1),
     ],
 )
 def test_launches_end_with_success_a_refusal_or_the_last_restart(
