@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.domain.graph import LOSS
+from harness.domain.reduce_dtype import ReduceDtype
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
@@ -55,7 +56,6 @@ from harness.runtime.ranks.gather import (
 from harness.runtime.ranks.world import World
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-ReduceDtype = Literal["fp32", "bf16"]
 Scope = Literal["local", "global"]
 Masks = Literal["local", "exact"]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -89,7 +89,8 @@ class Trainer:
             RMSprop) trains as on one device, one that needs the whole (Muon, Adafactor, LAMB) does
             so only where it is uncut.
         dtype: bf16 and fp16 are torch's autocast; fp32 leaves the model's own dtypes.
-        reduce_dtype: bf16 rounds fp32 gradients for their sum over ranks, which halves their bytes.
+        reduce_dtype: bf16 and int8 round fp32 gradients for their sum over ranks, to half or a
+            quarter of their bytes.
         batch_norm: `global` normalises over all ranks' samples of a microbatch, `local` over each
             rank's.
         dropout: `exact` draws the same masks under every strategy, `local` each rank's own.

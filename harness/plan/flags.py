@@ -2,8 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from harness.domain.profile import DTYPE_NAMES, OPTIMIZER_STEPS
+from harness.domain.reduce_dtype import ReduceDtype
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
 from harness.units import parse_bandwidth
@@ -123,7 +125,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--reduce-dtype",
-        choices=["fp32", "bf16"],
+        choices=get_args(ReduceDtype),
         help="dtype in which gradients are summed over devices (default: fp32)",
     )
     model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")

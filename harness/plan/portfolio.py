@@ -15,6 +15,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import Profile
+from harness.domain.reduce_dtype import REDUCED_BYTES
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError, naming
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
@@ -171,7 +172,7 @@ def options_of(
     is_half = bool(dtypes) and dtypes <= {"bfloat16", "float16"}
     options = SimulatorOptions(
         wire_bytes_per_fp32_byte=0.5 if is_half else 1.0,
-        reduce_bytes_per_gradient_byte=0.5 if reduce_dtype == "bf16" else 1.0,
+        reduce_bytes_per_gradient_byte=REDUCED_BYTES[reduce_dtype],
     )
     return options.with_optimizer(optimizer or profile.timed_optimizer, profile, cluster)
 

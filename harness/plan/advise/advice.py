@@ -47,6 +47,7 @@ NEARLY = 0.95
 # averaged replicas is not the training of one device.
 _CHEAPER_SUMS: dict[str, dict[str, Any]] = {
     "--reduce-dtype bf16": {"reduce_dtype": "bf16"},
+    "--reduce-dtype int8": {"reduce_dtype": "int8"},
     "averaged replicas: --strategy ddp --sync-every 32": {
         "sync_every": 32,
         "families": ("ddp",),

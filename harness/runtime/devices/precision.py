@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.domain.reduce_dtype import REDUCED_BYTES
 from harness.errors import ConfigError
 
 # Data types of autocast; parameters and optimizer state stay fp32.
@@ -60,13 +61,20 @@ class Float32Watch(TorchDispatchMode):
         return made
 
 
+def sent_bytes(tensor: Tensor, reduce_dtype: str) -> int:
+    """Bytes of a gradient as its sum over ranks is sent."""
+    is_fp32 = tensor.dtype == torch.float32
+    return round(tensor.nbytes * REDUCED_BYTES[reduce_dtype]) if is_fp32 else tensor.nbytes
+
+
 def wire_bytes_per_fp32_byte(dtype: str) -> float:
     """Bytes sent between devices per byte of a float32 value."""
     return NARROW_DTYPES.get(dtype, torch.float32).itemsize / torch.float32.itemsize
 
 
 def reduced(gradients: Tensor, reduce_dtype: str) -> Tensor:
-    """Gradients as their sum over ranks is sent: fp32 ones rounded to `reduce_dtype`."""
+    """Gradients as their sum over ranks takes them: fp32 ones rounded to bf16 if that is
+    `reduce_dtype`. To int8 they are rounded on their way (`ranks.quantized_sums`)."""
     is_fp32 = gradients.dtype == torch.float32
     return gradients.to(NARROW_DTYPES.get(reduce_dtype, torch.float32)) if is_fp32 else gradients
 

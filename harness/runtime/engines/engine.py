@@ -13,7 +13,9 @@ from torch import Tensor
 from harness.domain.routes import BUCKET_BYTES
 from harness.measure.recorder import Clock, Recorder
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import sent_bytes
 from harness.runtime.engines.optimizers import OptimizerOptions, OuterOptions
+from harness.runtime.ranks.quantized_sums import start_all_reduce
 from harness.runtime.ranks.world import World
 
 
@@ -57,7 +59,7 @@ class EngineOptions:
     Attributes:
         dtype: fp32, tf32, bf16 or fp16.
         bucket_bytes: size of a bucket of gradients.
-        reduce_dtype: bf16 rounds fp32 gradients for their sum over ranks; fp32 does not.
+        reduce_dtype: bf16 and int8 round fp32 gradients for their sum over ranks; fp32 does not.
         zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients; 3: parameters.
         batch: largest number of samples of this rank in a step.
         unread: parameters without a gradient, which DistributedDataParallel leaves out.
@@ -226,10 +228,16 @@ class TimedSums(CollectiveSpans):
         super().__init__(world, recorder)
         self._group = group
 
-    def all_reduce(self, tensor: Tensor, name: str) -> torch.futures.Future[Tensor]:
-        """Begin to sum a tensor in place; the future holds it."""
-        start, n_bytes = self._recorder.clock.mark(), tensor.nbytes
-        work: Any = dist.all_reduce(tensor, group=self._group, async_op=True)
+    def all_reduce(
+        self, tensor: Tensor, name: str, reduce_dtype: str = "fp32"
+    ) -> torch.futures.Future[Tensor]:
+        """Begin to sum a flat tensor in place; the future holds it.
+
+        Args:
+            reduce_dtype: see `start_all_reduce`.
+        """
+        start, n_bytes = self._recorder.clock.mark(), sent_bytes(tensor, reduce_dtype)
+        work: Any = start_all_reduce(tensor, reduce_dtype, self._group)
 
         def finish(_: object) -> Tensor:
             # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.

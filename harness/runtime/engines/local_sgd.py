@@ -55,8 +55,8 @@ class ReplicaAverage:
 
     Args:
         named: parameters by name; those that are not trained stay as they are.
-        all_reduce: begins the sum of a tensor in place over all ranks under a name; the result has
-            a `wait`.
+        all_reduce: begins the sum of a tensor in place over all ranks, under a name and by a
+            reduce_dtype; the result has a `wait`.
         reduce_dtype: of the differences that are summed, see `EngineOptions`.
         sizes: elements of all trained parameters of the replica, by name, of which this rank may
             have some; by default those of `named`.
@@ -69,7 +69,7 @@ class ReplicaAverage:
         self,
         named: Mapping[str, nn.Parameter],
         options: OuterOptions,
-        all_reduce: Callable[[Tensor, str], Any],
+        all_reduce: Callable[[Tensor, str, str], Any],
         reduce_dtype: str,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class ReplicaAverage:
         if not len(start):
             return
         summed = reduced((self._outer(number) - start) * weight, self._reduce_dtype)
-        done = self._all_reduce(summed, f"fragment{number}")
+        done = self._all_reduce(summed, f"fragment{number}", self._reduce_dtype)
         self._exchange = _Exchange(number, start, summed, done)
 
     def wait(self) -> None:

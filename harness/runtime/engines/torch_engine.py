@@ -89,7 +89,7 @@ class BucketTimer:
         sent = reduced(buffer, self._reduce_dtype)
         self.last_ready = self._clock.mark()
         self.n_buckets += 1
-        done = self._sums.all_reduce(sent, f"bucket{bucket.index()}")
+        done = self._sums.all_reduce(sent, f"bucket{bucket.index()}", self._reduce_dtype)
         return done if sent is buffer else done.then(lambda future: buffer.copy_(future.value()))
 
 

@@ -118,7 +118,9 @@ class ExecutorEngine:
         self._timetable = Timetable(
             strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
         )
-        gradient_groups = make_groups(self.holders, replicas, self._groups, world)
+        gradient_groups = make_groups(
+            self.holders, replicas, self._groups, world, options.reduce_dtype
+        )
         exchanging = sorted({plan.unit.devices for plan in units})
         unit_groups = {ranks: self._groups.for_exchanges(ranks) for ranks in exchanging}
         self._channels = Channels(

@@ -29,7 +29,6 @@ from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_
 from harness.units import parse_memory
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
-ReduceDtype = Literal["fp32", "bf16"]
 DTYPES = get_args(Dtype)
 _METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import cut_dim
 from harness.domain.profile import default_profile
+from harness.domain.reduce_dtype import REDUCED_BYTES, ReduceDtype
 from harness.domain.sharding import full_shape, has_tasks, is_partial, output_sizes, weight_dims
 from harness.errors import ConfigError
 from harness.plan.simulate.options import SimulatorOptions
@@ -26,7 +27,6 @@ from harness.runtime.models.task import ModelOptions
 from harness.workloads.common.flags import (
     Dtype,
     ModelFlags,
-    ReduceDtype,
     SearchFlags,
     check_above_zero,
     check_at_least,
@@ -227,7 +227,7 @@ class SearchConfig(SearchFlags, ModelFlags):
     bucket_mib: float = 25.0
     """MiB of gradients in a bucket, which is all-reduced as a whole."""
     reduce_dtype: ReduceDtype = "fp32"
-    """bf16 sums gradients over ranks in bf16, which halves their bytes on the links."""
+    """bf16 and int8 round gradients for their sum over ranks: half and a quarter of the bytes."""
     n_ranks: int | None = None
     """Number of ranks to plan for, from rank 0 on. Default: all."""
     seed: int = 0
@@ -264,7 +264,7 @@ class SearchConfig(SearchFlags, ModelFlags):
             overlap=True,
             batch_norm=self.norm_scope,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
-            reduce_bytes_per_gradient_byte=wire_bytes_per_fp32_byte(self.reduce_dtype),
+            reduce_bytes_per_gradient_byte=REDUCED_BYTES[self.reduce_dtype],
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 

@@ -167,6 +167,11 @@ def check_case(case: TrainCase) -> None:
             f"{flag(given[0])} needs the executor, {case.strategy} is trained by {case.engine}: "
             f"{remedy}"
         )
+    if case.reduce_dtype == "int8" and case.engine == "deepspeed":
+        raise ConfigError(
+            f"--reduce-dtype int8 is for torch and the executor, {case.strategy} is trained by "
+            "deepspeed: use bf16, or add --engine executor"
+        )
     if case.sharded_state != "none" and case.n_ranks == 1:
         raise ConfigError(
             f"--shard-state {case.shard_state} divides weights among ranks, the run of "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from harness.domain.reduce_dtype import ReduceDtype
 from harness.domain.schedule import ScheduleName
 from harness.domain.shard_state import ShardState
 from harness.errors import ConfigError
@@ -18,7 +19,7 @@ from harness.runtime.engines.optimizers import (
     OptimizerOptions,
     OuterOptions,
 )
-from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags, shared_flags
+from harness.workloads.common.flags import ModelFlags, SearchFlags, shared_flags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -298,8 +299,9 @@ class TrainConfig(TrainSettings):
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16. Parameters stay fp32; bf16 and fp16 use autocast."""
     reduce_dtype: tuple[ReduceDtype, ...] = ("fp32",)
-    """bf16 sums gradients over ranks in bf16, which halves their bytes on the links; parameters and
-    optimizer state stay fp32, and losses differ a little from one device's."""
+    """bf16 and int8 (256 numbers share a scale) round gradients where ranks sum them, to half and a
+    quarter of their bytes on the links; parameters and optimizer state stay fp32, and losses differ
+    a little from one device's. zero1 to zero3 have no int8."""
     sync_every: tuple[int, ...] = (1,)
     """ddp, degrees with dp, and files: each replica updates its own parameters, and every parameter
     is averaged over the replicas every N steps (local SGD, streaming DiLoCo). Each step averages an

@@ -26,7 +26,7 @@ from harness.runtime.data.agreement import check_same
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
-from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores
+from harness.runtime.devices.precision import Precision, sent_bytes, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
@@ -294,8 +294,7 @@ def _gradient_bytes(case: TrainCase, trained: Iterable[nn.Parameter]) -> int | N
     """Bytes of a step's gradients on average, if data parallelism reduces them."""
     if not reduces_all(case):
         return None
-    sizes = (reduced(p.new_empty(0), case.reduce_dtype).element_size() * p.numel() for p in trained)
-    return sum(sizes) // case.sync_every
+    return sum(sent_bytes(p, case.reduce_dtype) for p in trained) // case.sync_every
 
 
 def _rates(case: TrainCase, n_steps: int) -> LearningRates:

@@ -175,8 +175,9 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others():
     ]
     gains = {change.name: change.best.samples_per_s for change in advice.changes}
     assert {"all nodes on 25 Gbit/s", "ecetesla4 on 10 Gbit/s"} < gains.keys()
-    rounded_s = gains.pop("--reduce-dtype bf16")
+    rounded_s, quantized_s = (gains.pop(f"--reduce-dtype {name}") for name in ("bf16", "int8"))
     assert advice.best.samples_per_s < rounded_s < 2 * advice.best.samples_per_s
+    assert rounded_s < quantized_s < 4 * advice.best.samples_per_s
     averaged = next(one.best for one in advice.changes if one.name == AVERAGED)
     assert gains.pop(AVERAGED) > 2 * advice.best.samples_per_s
     assert averaged.label.startswith("ddp")

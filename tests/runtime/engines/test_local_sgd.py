@@ -25,7 +25,7 @@ def train(models, options, n_steps, reduce_dtype="fp32"):
     for k, model in enumerate(models):
         named = dict(model.named_parameters())
         averages[k] = ReplicaAverage(
-            named, options, lambda t, n: sums.all_reduce(t, n), reduce_dtype
+            named, options, lambda *words: sums.all_reduce(*words), reduce_dtype
         )
     generator = torch.Generator().manual_seed(1)
     for _ in range(n_steps):

@@ -148,7 +148,7 @@ class ReplicaSum:
     def __init__(self) -> None:
         self._begun: dict[str, list[Tensor]] = {}
 
-    def all_reduce(self, tensor: Tensor, name: str) -> Any:
+    def all_reduce(self, tensor: Tensor, name: str, reduce_dtype: str) -> Any:
         parts = self._begun.setdefault(name, [])
         parts.append(tensor)
 
@@ -171,7 +171,7 @@ def train_one_after_the_other(training: Averaged, parts: Sequence[Sequence[int]]
         named = dict(task.model.named_parameters())
         averages.append(
             ReplicaAverage(
-                named, training.outer, lambda tensor, name: sums.all_reduce(tensor, name), "fp32",
+                named, training.outer, lambda *words: sums.all_reduce(*words), "fp32",
                 {name: named[name].numel() for name in sorted(named)},
             )
         )  # fmt: skip

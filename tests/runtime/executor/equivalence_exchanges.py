@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
+import equivalence_training
 import msgspec
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_reference import Trace
-from equivalence_training import make_engine, train_by_strategy, train_step
+from equivalence_training import make_engine, options_of, train_by_strategy, train_step
 from torch import Tensor
 
 from harness.domain.partition import REPLICA
@@ -199,6 +201,13 @@ def kept_bytes(case: Case, world: World) -> Kept:
 def train_unrounded(case: Case, world: World) -> Trace:
     """Train a case whose sharded weights travel in their own dtype."""
     with mock.patch("harness.runtime.executor.sharded.units.ROUNDED_KINDS", frozenset()):
+        return train_by_strategy(case, world)
+
+
+def train_in_int8(case: Case, world: World) -> Trace:
+    """Train a case whose gradients are summed as int8."""
+    options = replace(options_of(case), reduce_dtype="int8")
+    with mock.patch.object(equivalence_training, "options_of", return_value=options):
         return train_by_strategy(case, world)
 
 

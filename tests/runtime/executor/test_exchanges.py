@@ -19,6 +19,7 @@ from equivalence_exchanges import (
     read_by_two_stages,
     sharded,
     third_branch_copied,
+    train_in_int8,
     train_joined_on_rank_1,
     train_unrounded,
 )
@@ -228,6 +229,18 @@ def test_weights_that_autocast_rounds_travel_in_16_bits(model, n_ranks, most, ra
         merged(ranks.run(n_ranks, train, case)) for train in (train_by_strategy, train_unrounded)
     )
     assert first_beyond(found, expected, 0.0) is None
+
+
+@pytest.mark.parametrize("state", ["none", "optimizer", "parameters", "gradients_in_node"])
+def test_gradients_that_are_summed_as_int8_train_nearly_the_same(state, ranks):
+    n_ranks = 4 if state.endswith("node") else 3
+    case = sharded(make_case("lenet", "ddp", n_ranks, 12, dtype="float32"), state)
+    exact, rounded = (
+        merged(ranks.run(n_ranks, train, case)) for train in (train_by_strategy, train_in_int8)
+    )
+    # A bias may share its scale with weights, whose gradients are larger.
+    assert first_beyond(rounded, exact, 0.1) is None
+    assert first_beyond(rounded, exact, 1e-3) is not None
 
 
 def test_a_step_that_overflows_changes_no_weights_in_parts(case, ranks):

@@ -120,6 +120,8 @@ def test_the_order_is_random_but_equal_on_every_rank():
          "--shrink pipetransformer shortens a pipeline, tp=2,dp=2 has none: use --strategy"),
         ({"freeze": "schedule", "freeze_interval": 20},
          "--freeze-interval 20 freezes layers after as many steps, the run has --steps 20"),
+        ({"strategy": ("zero2",), "reduce_dtype": ("int8",)},
+         "--reduce-dtype int8 is for torch and the executor, zero2 is trained by deepspeed"),
         ({"strategy": ("zero1",), "compile": True},
          "--compile is for the engines torch and executor, zero1 is trained by deepspeed"),
         ({"save_sharded": True, "engine": "torch"},

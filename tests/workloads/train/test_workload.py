@@ -53,6 +53,7 @@ CASES = {
     "bf16": replace(CASE, dtype="bf16"),
     "fp16": replace(CASE, dtype="fp16"),
     "reduced": replace(CASE, reduce_dtype="bf16"),
+    "quantized": replace(CASE, reduce_dtype="int8"),
     "short": replace(CASE, steps=3),
     "stopped": replace(CASE, steps=6, lr_schedule="step", lr_step_size=3, lr_gamma=1e-12),
 }  # fmt: skip
@@ -103,7 +104,7 @@ def test_the_learning_rate_of_a_step_is_the_schedules(one_rank):
     assert largest_difference(short, stopped) < 1e-9
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "reduced"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "reduced", "quantized"])
 def test_narrow_dtypes_train_nearly_the_same(one_rank, more_ranks, dtype):
     exact, narrow = one_rank["uneven"]["losses"], more_ranks[2][0][dtype]["losses"]
     assert not torch.equal(exact, narrow)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.shard_state import Group
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
+from harness.runtime.devices.precision import sent_bytes
 from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.executor.geometry.slices import WeightSlice
@@ -23,6 +23,7 @@ from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.failures import blaming_peers
+from harness.runtime.ranks.quantized_sums import start_all_reduce
 from harness.runtime.ranks.world import World
 
 
@@ -95,7 +96,11 @@ class ReplicaAverages:
         outer = options.outer
         assert outer is not None, "gradients are summed otherwise"
         held_by = updaters(holders, replicas)
-        made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(held_by, replicas)}
+        is_quantized = options.reduce_dtype == "int8"
+        made = {
+            ranks: groups.for_sums(ranks, is_quantized=is_quantized)
+            for ranks in ranks_alike(held_by, replicas)
+        }
         self.replicas = replicas
         self._ranks = next((ranks for ranks in made if world.rank in ranks), ())
         self._n_together = len(set(self._ranks) & set(replicas.own))
@@ -105,9 +110,9 @@ class ReplicaAverages:
         sizes = {str(piece): piece.n_elements for piece in sorted(held_by)}
         self.average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
 
-    def _sum(self, tensor: Tensor, name: str) -> Any:
-        begin = partial(dist.all_reduce, tensor, group=self._group, async_op=True)
-        return self._spans.start(begin, name, tensor.nbytes)
+    def _sum(self, tensor: Tensor, name: str, reduce_dtype: str) -> Any:
+        begin = partial(start_all_reduce, tensor, reduce_dtype, self._group)
+        return self._spans.start(begin, name, sent_bytes(tensor, reduce_dtype))
 
     @contextmanager
     def agreeing(self, gather: Callable[[], None]) -> Iterator[None]:

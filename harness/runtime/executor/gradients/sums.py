@@ -19,17 +19,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.routes import first_bucket_bytes
 from harness.domain.shard_state import Group
 from harness.measure.recorder import Recorder
-from harness.runtime.devices.precision import reduced
+from harness.runtime.devices.precision import reduced, sent_bytes
 from harness.runtime.engines.engine import CollectiveSpans
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.ranks.failures import blaming_peers
+from harness.runtime.ranks.quantized_sums import dequantized, quantized, start_all_reduce
 from harness.runtime.ranks.world import World
 
 
@@ -68,8 +68,7 @@ class Bucket(ABC):
         self.name, self.label, self.parameters = name, label, list(parameters)
         self.reduce_dtype = reduce_dtype
         self.n_elements = sum(parameter.numel() for parameter in self.parameters)
-        none = self.parameters[0].new_empty(0)
-        self.n_bytes = self.n_elements * reduced(none, reduce_dtype).element_size()
+        self.n_bytes = sum(sent_bytes(parameter, reduce_dtype) for parameter in self.parameters)
 
     def reset(self) -> None:  # noqa: B027 (only some buckets keep sums)
         """Begin a step."""
@@ -142,7 +141,7 @@ class SumBucket(Bucket):
 
     def start(self, group: Any) -> Any:
         assert self._sent is not None, "it is packed"
-        return dist.all_reduce(self._sent, group=group, async_op=True)
+        return start_all_reduce(self._sent, self.reduce_dtype, group)
 
     def finish(self) -> None:
         if self._sent is not self.flat and self._sent is not None:
@@ -368,6 +367,8 @@ class GradientSync:
         for bucket in (bucket for queue in self._queues.values() for bucket in queue):
             bucket.pack()
             bucket.finish()
+            if bucket.reduce_dtype == "int8":
+                dequantized(quantized(torch.zeros(1, device=bucket.parameters[0].device)), 1)
 
     def finish(self) -> None:
         """Start the remaining buckets and wait for all; all devices must call it.

@@ -106,7 +106,7 @@ def may_block(holders: Holders) -> bool:
 
 
 def make_groups(
-    holders: Holders, replicas: Replicas, groups: Groups, world: World
+    holders: Holders, replicas: Replicas, groups: Groups, world: World, reduce_dtype: str
 ) -> dict[Group, SumGroups]:
     """This rank's process groups for gradients, by the holders of slices; all ranks must make
     them."""
@@ -115,7 +115,10 @@ def make_groups(
     is_apart = world.backend == "nccl" or may_block(holders)
 
     def made(group: Group, *, is_scattered: bool) -> Any:
-        return groups.for_gradients(group, is_scattered=is_scattered) if len(group) > 1 else None
+        if len(group) == 1:
+            return None
+        is_quantized = reduce_dtype == "int8"
+        return groups.for_gradients(group, is_scattered=is_scattered, is_quantized=is_quantized)
 
     parts = {part for group in holders.groups() for part in replicas.split(group)}
     groups_of: dict[Group, SumGroups] = {}

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.reduce_dtype import quantized_bytes
 from harness.domain.shard_state import Group
 from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
@@ -32,6 +33,7 @@ from harness.runtime.executor.gradients.sums import Bucket, SumGroups, buckets_o
 from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.transport.groups import scatter_sum
 from harness.runtime.ranks.messages import PendingMessages, start_messages
+from harness.runtime.ranks.quantized_sums import dequantized, quantized, start_all_reduce
 from harness.runtime.ranks.world import World
 
 # Of messages in torch's default group, apart from those of activations (`transport.channels`).
@@ -53,21 +55,33 @@ class PartSum:
         self._sizes, self._here, self._reduce_dtype = list(sizes), here, reduce_dtype
         self.n_own = self._sizes[here]
         self._is_nccl = world.backend == "nccl"
+        self._is_quantized = False
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> None:
         # Kept until `add_to`: the mark at its end makes NCCL's work forget its tensors.
         self._sent = self._received = reduced(tensor, self._reduce_dtype)
-        if len(self._sizes) > 1:
-            n_received = 1 if self._is_nccl else len(self._sizes)
-            self._received = self._sent.new_empty(n_received * self.n_own)
+        if len(self._sizes) == 1:
+            return
+        self._is_quantized = self._reduce_dtype == "int8" and tensor.dtype == torch.float32
+        if self._is_quantized:
+            self._sent = torch.cat([quantized(part) for part in tensor.split(self._sizes)])
+        n_received = 1 if self._is_nccl and not self._is_quantized else len(self._sizes)
+        self._received = self._sent.new_empty(n_received * self._length(self.n_own))
+
+    def _length(self, n: int) -> int:
+        """Elements of the tensor that sends some numbers."""
+        return quantized_bytes(n) if self._is_quantized else n
 
     def start(self, group: Any) -> Any:
         assert self._sent is not None, "it is packed"
         assert self._received is not None, "it is packed"
         if len(self._sizes) == 1:
             return None
+        if self._is_nccl and self._is_quantized:
+            works = start_messages(self._messages(group))
+            return works[-1] if works else None
         if self._is_nccl:
             received, sent = map(_real_of, (self._received, self._sent))
             if len(set(self._sizes)) == 1:  # a list would be copied into memory that nobody keeps
@@ -82,22 +96,25 @@ class PartSum:
         assert self._received is not None, "it is packed"
         ranks = dist.get_process_group_ranks(group)
         found = []
-        for k, part in enumerate(self._sent.split(self._sizes)):
-            received = self._received[k * self.n_own : (k + 1) * self.n_own]
+        tag = 0 if self._is_nccl else _TAG
+        parts = self._sent.split([self._length(size) for size in self._sizes])
+        n = self._length(self.n_own)
+        for k, part in enumerate(parts):
+            received = self._received[k * n : (k + 1) * n]
             if k == self._here:
                 received.copy_(part)
                 continue
             if len(received):
-                found.append(dist.P2POp(dist.irecv, received, ranks[k], group, _TAG))
+                found.append(dist.P2POp(dist.irecv, received, ranks[k], group, tag))
             if len(part):
-                found.append(dist.P2POp(dist.isend, part, ranks[k], group, _TAG))
+                found.append(dist.P2POp(dist.isend, part, ranks[k], group, tag))
         return found
 
     def add_to(self, target: Tensor) -> None:
         """Add this rank's part of the sum."""
         assert self._received is not None, "its exchange has begun"
-        for part in self._received.view(-1, len(target)) if len(target) else ():
-            target += part
+        for part in self._received.view(-1, self._length(len(target))) if len(target) else ():
+            target += dequantized(part, len(target)) if self._is_quantized else part
         self._sent = self._received = None
 
 
@@ -198,7 +215,7 @@ class ScatterBucket(Bucket):
             self._column = None
             return self._outer.start(group)
         self._sent = reduced(self.sums, self.reduce_dtype)
-        return dist.all_reduce(self._sent, group=group, async_op=True)
+        return start_all_reduce(self._sent, self.reduce_dtype, group)
 
     @torch.no_grad()
     def finish_outer(self) -> None:

@@ -48,8 +48,14 @@ class Groups:
         self._made: list[Any] = []
         self._n_of: Counter[int] = Counter()  # by rank
 
-    def for_sums(self, devices: tuple[int, ...]) -> Any:
-        """A group for all-reduces over devices."""
+    def for_sums(self, devices: tuple[int, ...], *, is_quantized: bool = False) -> Any:
+        """A group for all-reduces over devices.
+
+        Args:
+            is_quantized: they are those of `ranks.quantized_sums`, which are messages.
+        """
+        if is_quantized:
+            return self.for_exchanges(devices)
         group = self._make(devices)
         if self._is_nccl and self._world.rank in devices:
             for n_elements in _PROBED:
@@ -68,18 +74,21 @@ class Groups:
                 work.wait()
         return group
 
-    def for_gradients(self, devices: tuple[int, ...], *, is_scattered: bool = False) -> Any:
+    def for_gradients(
+        self, devices: tuple[int, ...], *, is_scattered: bool = False, is_quantized: bool = False
+    ) -> Any:
         """A group for gradients of replicated weights; torch's default group for all devices, where
         an agent ends a wait.
 
         Args:
             is_scattered: they are summed to their owners.
+            is_quantized: see `for_sums`.
         """
         # NCCL's default group was made before, and may share its stream with a new group.
         is_default = not (self._is_nccl or self._world.is_bounded)
         if len(devices) == self._world.size and is_default:
             return dist.group.WORLD
-        group = self.for_sums(devices)
+        group = self.for_sums(devices, is_quantized=is_quantized)
         if is_scattered and self._is_nccl and self._world.rank in devices:
             for n_elements in _PROBED:
                 part = self._probe(max(1, n_elements // len(devices)))
