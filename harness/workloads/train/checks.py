@@ -160,9 +160,9 @@ def check_case(case: TrainCase) -> None:
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
             "lower it"
         )
+    state = ZERO_STATES.get(case.strategy)
+    remedy = f"use --strategy ddp --shard-state {state}" if state else "add --engine executor"
     if (given := case.executor_flags) and case.engine != "executor":
-        state = ZERO_STATES.get(case.strategy)
-        remedy = f"use --strategy ddp --shard-state {state}" if state else "add --engine executor"
         raise ConfigError(
             f"{flag(given[0])} needs the executor, {case.strategy} is trained by {case.engine}: "
             f"{remedy}"
@@ -170,7 +170,7 @@ def check_case(case: TrainCase) -> None:
     if case.reduce_dtype == "int8" and case.engine == "deepspeed":
         raise ConfigError(
             f"--reduce-dtype int8 is for torch and the executor, {case.strategy} is trained by "
-            "deepspeed: use bf16, or add --engine executor"
+            f"deepspeed: {remedy}"
         )
     if case.sharded_state != "none" and case.n_ranks == 1:
         raise ConfigError(
