@@ -64,7 +64,8 @@ class Evaluation:
             for number in own
         )
         found = {"validation_loss": loss / max(1.0, n_counted)}
-        return found | ({"accuracy": n_right / len(self._data)} if self._task.has_classes else {})
+        is_counted = self._task.has_classes
+        return found | ({"accuracy": n_right / max(1.0, n_counted)} if is_counted else {})
 
     def _sums(self, indices: list[int]) -> tuple[float, float, float]:
         """Of some samples: the sum of their losses, its targets, and the classes that are found."""

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.errors import DataError, VerificationError
+from harness.runtime.data.batch import MemoryData
 from harness.runtime.data.images import open_digits
 from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
+from harness.runtime.models.task import IGNORED, ModelOptions
 from harness.workloads.train import evaluation, workload
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.evaluation import Evaluation
@@ -90,6 +91,24 @@ def test_a_loss_of_a_models_own_has_an_accuracy_where_one_output_has_classes(
     task = task_of("own", (OwnLoss(loss, n_logits), example), ModelOptions())
     assert task.loss == "own"
     assert task.has_classes == has_classes
+
+
+class HeldOut(MemoryData):
+    """What `entry_for` finds of some held-out samples."""
+
+    def held_out(self, *_):
+        return self
+
+
+def test_samples_without_a_class_do_not_count_for_the_accuracy(context, monkeypatch):
+    rows, labels = torch.eye(3)[[0, 1, 2, 1]], torch.tensor([0, IGNORED, 2, 2])
+    net = nn.Linear(3, 3, bias=False)
+    net.weight.data = torch.eye(3)  # says the place of the 1
+    task = task_of("own", (net, rows), ModelOptions())
+    monkeypatch.setattr(evaluation, "make_task", lambda _: task)
+    monkeypatch.setattr(evaluation, "entry_for", lambda *_: HeldOut([rows], labels))
+    engine = SimpleNamespace(model_state=task.model.state_dict)
+    assert Evaluation(CASE, context).measure(engine)["accuracy"] == 2 / 3
 
 
 def test_held_out_data_without_a_sample_are_refused(context, monkeypatch):
