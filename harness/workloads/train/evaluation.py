@@ -11,6 +11,7 @@ from harness.errors import DataError
 from harness.runtime.data import entry_for
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Engine
+from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import logits_of
 from harness.runtime.ranks.gather import gather_numbers
@@ -41,8 +42,16 @@ class Evaluation:
         self._data = open_data(data_options(case), task, case.batch)
         if not len(self._data):
             raise DataError(f"--data {case.data} holds out no sample: leave out --evaluate")
-        own = range(self._world.rank, len(self._data), self._world.size)
-        self._parts = [list(own[at : at + case.batch]) for at in range(0, len(own), case.batch)]
+        self._parts = self._own_parts(case.batch)
+
+    def _own_parts(self, batch: int) -> list[list[int]]:
+        """The samples that this rank evaluates together."""
+        samples, rank, size = range(len(self._data)), self._world.rank, self._world.size
+        if isinstance(self._task, BatchLossTask):  # its parts may not depend on the ranks
+            starts = samples[::batch][rank::size]
+            return [list(samples[at : at + batch]) for at in starts]
+        own = samples[rank::size]
+        return [list(own[at : at + batch]) for at in range(0, len(own), batch)]
 
     def measure(self, engine: Engine) -> dict[str, float]:
         """The mean loss of held-out samples and, where a sample has one class, the share of those

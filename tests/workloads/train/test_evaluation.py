@@ -111,6 +111,34 @@ def test_samples_without_a_class_do_not_count_for_the_accuracy(context, monkeypa
     assert Evaluation(CASE, context).measure(engine)["accuracy"] == 2 / 3
 
 
+class PaddedLoss(nn.Module):
+    """The mean over the words that are no padding, of which unlike parts have unlike numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(9, 9)
+
+    def forward(self, words, labels):
+        return {"loss": F.cross_entropy(self.rows(words), labels, ignore_index=0)}
+
+
+def test_a_loss_of_the_whole_batch_is_that_of_the_same_parts_on_any_ranks(monkeypatch):
+    words, net, summed = torch.arange(11) % 9, PaddedLoss(), []
+    example = {"words": words[1:4], "labels": words[:3]}
+    task = task_of("own", (net, example), ModelOptions())
+    engine = SimpleNamespace(model_state=task.model.state_dict)
+    monkeypatch.setattr(evaluation, "make_task", lambda _: task)
+    monkeypatch.setattr(evaluation, "build_on_host", lambda make, _: make())
+    monkeypatch.setattr(evaluation, "entry_for", lambda *_: HeldOut([words, words], words))
+    monkeypatch.setattr(evaluation, "gather_numbers", lambda own, _: summed.append(own) or [own])
+    for rank in range(3):
+        world = SimpleNamespace(rank=rank, size=3, device=torch.device("cpu"))
+        Evaluation(CASE, SimpleNamespace(world=world)).measure(engine)
+    parts = [words[at : at + CASE.batch] for at in range(0, 11, CASE.batch)]
+    losses = [len(part) * net(part, part)["loss"].item() for part in parts]
+    assert summed[::3] == pytest.approx(losses)
+
+
 def test_held_out_data_without_a_sample_are_refused(context, monkeypatch):
     monkeypatch.setattr(evaluation, "entry_for", lambda *_: SimpleNamespace(held_out=lambda *_: []))
     with pytest.raises(DataError, match="--data digits holds out no sample"):
