@@ -5,6 +5,7 @@ from typing import Protocol
 
 import msgspec
 
+from harness.domain.strategy import Strategy
 from harness.runtime.ranks.world import Context
 from harness.workloads.train.cache import TrainingCache
 from harness.workloads.train.config import TrainCase
@@ -73,6 +74,11 @@ class Current:
     n_frozen: int = 0
     n_skipped: int = 0
     still_s: float = STILL_S
+
+    @property
+    def trained(self) -> tuple[Strategy, int, int]:
+        """What determines the work of every rank in a step."""
+        return self.planned.strategy, self.n_frozen, self.n_skipped
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class DriftPolicy(Policy):
         self._world = self._context.world
         self._times, self._speeds = MeanComputeTime(), DeviceSpeeds(self._world.size)
         self._planned_for = self._speeds.now  # of the last search
-        self._trained = inputs.current.planned.strategy, inputs.current.n_frozen
+        self._trained = inputs.current.trained
         self._search, self._is_searching = BesideSearch(), False
         if self._world.is_first:
             self._search.warm_up()
@@ -103,11 +103,12 @@ class DriftPolicy(Policy):
     def due(self, step: int) -> Due | None:
         if step % EXCHANGE_STEPS:
             return None
-        trained = self._inputs.current.planned.strategy, self._inputs.current.n_frozen
-        if trained != self._trained:
-            self._trained = trained
+        if self._inputs.current.trained != self._trained:
+            self._trained = self._inputs.current.trained
             self._times.reset()
             self._speeds.reset()
+            if self._is_searching:  # for what was trained before
+                self._begin()
             return None
         if self._is_searching:
             return self._answer(step)
@@ -131,7 +132,9 @@ class DriftPolicy(Policy):
             self._context.recorder.sample("drift_speed", speed, rank=rank)
         planner, current = self._inputs.planner, self._inputs.current
         planner.set_speeds(self._speeds.now)
-        self._search.start(planner.search_again(current.n_frozen, current.planned.strategy))
+        self._search.start(
+            planner.search_again(current.n_frozen, current.planned.strategy, current.n_skipped)
+        )
         _log.info("speeds have drifted to %s: searching again", self._text())
 
     def _text(self) -> str:

@@ -1,6 +1,7 @@
 """Devices that become slower are noticed, and the strategy changes where that pays."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import planned_results
 import pytest
@@ -9,11 +10,15 @@ from local_ranks import run_on_ranks
 
 from harness.domain.record import Span
 from harness.plan.estimates import DeviceRates
+from harness.workloads.train import replanning
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.plan import search_config_of
+from harness.workloads.train.policy import Current
 from harness.workloads.train.replanning import (
     N_SKIPPED,
     DeviceSpeeds,
+    DriftPolicy,
     MeanComputeTime,
     largest_drift,
 )
@@ -67,6 +72,48 @@ def test_the_speed_of_a_rank_is_known_when_its_mean_has_settled():
     assert speeds.now == pytest.approx([1.0, 1 / 3, 1.0])
     assert speeds.take([1.5, 1.6, 3.0])
     assert speeds.now == pytest.approx([1.0, 1 / 3 * 1.5 / 1.6, 1.0])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The policy of one rank, its current strategy, and the searches that it has asked for."""
+    asked = []
+    monkeypatch.setattr(replanning, "gather_numbers", lambda value, world: [value])
+    monkeypatch.setattr(BesideSearch, "warm_up", lambda self: None)
+    monkeypatch.setattr(BesideSearch, "start", lambda self, request: asked.append(request))
+    current = Current(planned=SimpleNamespace(strategy="ddp"))
+    context = SimpleNamespace(
+        recorder=SimpleNamespace(sample=lambda *_, **labels: None),
+        world=SimpleNamespace(size=1, is_first=True),
+    )
+    planner = SimpleNamespace(
+        set_speeds=lambda speeds: None,
+        search_again=lambda n_frozen, start, n_skipped: (start, n_frozen, n_skipped),
+    )
+    inputs = SimpleNamespace(case=CASE, current=current, context=context, planner=planner)
+    return DriftPolicy(inputs), current, asked
+
+
+def test_less_work_is_no_drift(alone):
+    """Two layers freeze after step 30, and their outputs are cached after step 60."""
+    policy, current, asked = alone
+    for number in range(1, 100):
+        current.n_frozen, current.n_skipped = 2 * (number > 30), 2 * (number > 60)
+        work_s = 4.0 - current.n_frozen / 2 - current.n_skipped
+        policy._times.take(step(number, ("forward", work_s)))
+        assert policy.due(number) is None
+    assert policy._speeds.now == [1.0]
+    assert not asked
+
+
+def test_a_search_begins_anew_when_layers_freeze_meanwhile(alone):
+    policy, current, asked = alone
+    for number in range(1, 100):
+        current.n_frozen = 2 * (number > 75)
+        policy._times.take(step(number, ("forward", 1.0 + (number > 30))))
+        if not policy._is_searching or current.n_frozen:
+            assert policy.due(number) is None
+    assert asked == [("ddp", 0, 0), ("ddp", 2, 0)]
 
 
 def test_drift_counts_alike_up_and_down():
