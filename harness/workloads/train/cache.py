@@ -135,16 +135,21 @@ class TrainingCache:
                     _log.warning("--cache %s: %s", self._case.cache, error)
         return build(0, None)
 
-    def fill(self, engine: ExecutorEngine, training: Training, sample: Callable[..., None]) -> None:
+    def fill(
+        self, engine: ExecutorEngine, training: Training, sample: Callable[..., None]
+    ) -> dict[tuple[int, int], int]:
         """Bring cached outputs to the ranks that read them next; training stands still.
 
         Args:
             training: by the current engine.
             sample: records a sample of the change.
+
+        Returns:
+            Bytes that travelled, by (sender, reader).
         """
         rest, world = engine.prefix.rest, self._context.world
         if rest is None:
-            return
+            return {}
         survey = self._activations.survey(rest.values, world)
         missing = survey.missing()
         if missing:
@@ -155,7 +160,10 @@ class TrainingCache:
         readers = [rank for rank, flag in enumerate(flags) if flag]
         self._activations.exchange(survey, readers, world)
         sample("cache_computed", len(missing))
-        sample("cache_received_bytes", survey.received_bytes(readers, world.rank))
+        pair_bytes = survey.n_bytes(readers)
+        n_received = sum(n for (_, target), n in pair_bytes.items() if target == world.rank)
+        sample("cache_received_bytes", n_received)
+        return pair_bytes
 
     def take_over(
         self,

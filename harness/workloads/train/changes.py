@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -192,8 +193,9 @@ class StrategyChanges:
         recorder.step = None
         sample: Callable[..., None] = partial(recorder.sample, step=step, change=self._n_begun)
         self._n_begun += 1  # also if it fails
+        of_cache: dict[tuple[int, int], int] = {}
         if self._cache is not None:
-            self._cache.fill(engine, training, sample)
+            of_cache = self._cache.fill(engine, training, sample)
         cost = elastic.change(engine)
         if self._cache is not None:
             self._cache.take_over(engine, elastic, step, sample)
@@ -217,17 +219,19 @@ class StrategyChanges:
                 sample("change_step_predicted_s", step_s, side=side)
             path = self._context.run_dir / f"strategy-{step}.json"
             write_atomically(path, planned.strategy.to_json())
-            transfer_s = self._planner.predict_change_s(predicted)
+            transfer_s = self._planner.predict_change_s(Counter(predicted) + Counter(of_cache))
             sample("change_predicted_s", transfer_s)
             moved = {"change_bytes": cost.pair_bytes, "change_predicted_bytes": predicted}
             for metric, pairs in moved.items():
                 for (source, target), n in sorted(pairs.items()):
                     sample(metric, n, source=source, target=target)
             self._current.still_s = max(0.0, still_s - transfer_s)
-        n_bytes = sum(cost.pair_bytes.values())
+        moved_text = format_bytes(sum(cost.pair_bytes.values()))
+        if of_cache:
+            moved_text += f" of state and {format_bytes(sum(of_cache.values()))} of cached outputs"
         return training, (
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
-            f"still for {format_duration(still_s)}, {format_bytes(n_bytes)} moved"
+            f"still for {format_duration(still_s)}, {moved_text} moved"
         )
 
     def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:

@@ -221,6 +221,12 @@ def test_a_cached_run_equals_the_uncached_one_bit_for_bit(trained):
         v for metric, _, v, _ in trained[0]["cached"]["samples"] if metric == "cache_computed"
     ]
     assert computed == [4, 0, 4, 4]
+    predicted_s = {
+        step: value
+        for metric, step, value, _ in trained[0]["cached"]["samples"]
+        if metric == "change_predicted_s"
+    }
+    assert predicted_s[3] == 0 < predicted_s[6]  # each rank of ddp lacks the rows of the other
 
 
 def test_all_layers_are_trained_again_when_the_learning_rate_drops(trained):

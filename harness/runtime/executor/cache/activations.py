@@ -130,11 +130,6 @@ class HeldRows(NamedTuple):
                     yield source, target, np.flatnonzero(taken)
                 lacking &= ~taken
 
-    def received_bytes(self, readers: Collection[int], rank: int) -> int:
-        """Bytes that a rank receives in an exchange."""
-        pairs = self.n_bytes(readers).items()
-        return sum(n_bytes for (_, target), n_bytes in pairs if target == rank)
-
     def n_bytes(self, readers: Collection[int]) -> dict[tuple[int, int], int]:
         """Bytes that an exchange moves, by (sender, reader)."""
         found = Counter[tuple[int, int]]()
