@@ -26,6 +26,7 @@ from harness.workloads.train.setup import Training
 if TYPE_CHECKING:
     from harness.runtime.executor.cache.activations import Tap
     from harness.runtime.executor.change.elastic import ElasticExecutor
+    from harness.runtime.executor.change.transfer import PairBytes
     from harness.runtime.executor.engine import ExecutorEngine
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class TrainingCache:
 
     def fill(
         self, engine: ExecutorEngine, training: Training, sample: Callable[..., None]
-    ) -> dict[tuple[int, int], int]:
+    ) -> PairBytes:
         """Bring cached outputs to the ranks that read them next; training stands still.
 
         Args:
@@ -145,7 +146,7 @@ class TrainingCache:
             sample: records a sample of the change.
 
         Returns:
-            Bytes that travelled, by (sender, reader).
+            Bytes that travelled.
         """
         rest, world = engine.prefix.rest, self._context.world
         if rest is None:

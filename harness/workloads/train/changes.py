@@ -47,6 +47,7 @@ from harness.workloads.train.setup import Training, continue_by
 if TYPE_CHECKING:
     from harness.runtime.executor.cache.activations import Tap
     from harness.runtime.executor.change.elastic import ElasticExecutor
+    from harness.runtime.executor.change.transfer import PairBytes
     from harness.runtime.executor.engine import ExecutorEngine
 
 _log = logging.getLogger(__name__)
@@ -193,10 +194,10 @@ class StrategyChanges:
         recorder.step = None
         sample: Callable[..., None] = partial(recorder.sample, step=step, change=self._n_begun)
         self._n_begun += 1  # also if it fails
-        of_cache: dict[tuple[int, int], int] = {}
+        of_cache: PairBytes = {}
         if self._cache is not None:
             of_cache = self._cache.fill(engine, training, sample)
-        cost = elastic.change(engine)
+        pair_bytes = elastic.change(engine)
         if self._cache is not None:
             self._cache.take_over(engine, elastic, step, sample)
             training = replace(training, data=self._cache.data_for(engine))
@@ -221,12 +222,12 @@ class StrategyChanges:
             write_atomically(path, planned.strategy.to_json())
             transfer_s = self._planner.predict_change_s(Counter(predicted) + Counter(of_cache))
             sample("change_predicted_s", transfer_s)
-            moved = {"change_bytes": cost.pair_bytes, "change_predicted_bytes": predicted}
+            moved = {"change_bytes": pair_bytes, "change_predicted_bytes": predicted}
             for metric, pairs in moved.items():
                 for (source, target), n in sorted(pairs.items()):
                     sample(metric, n, source=source, target=target)
             self._current.still_s = max(0.0, still_s - transfer_s)
-        moved_text = format_bytes(sum(cost.pair_bytes.values()))
+        moved_text = format_bytes(sum(pair_bytes.values()))
         if of_cache:
             moved_text += f" of state and {format_bytes(sum(of_cache.values()))} of cached outputs"
         return training, (

@@ -26,7 +26,7 @@ from harness.plan.again import FoundAgain, SearchAgain, predict_change_s
 from harness.plan.formats.detect import detect, strategy_from
 from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules, to_strategy
 from harness.plan.simulate.simulator import Simulator
-from harness.runtime.executor.change.transfer import Placement, find_migrations
+from harness.runtime.executor.change.transfer import PairBytes, Placement, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
@@ -140,11 +140,8 @@ class NextPlanner:
         return predict_change_s(self.inputs.cluster, pair_bytes)
 
 
-PairBytes = dict[tuple[int, int], int]
-
-
 def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy) -> PairBytes:
-    """Bytes that a change moves, by (sender, reader).
+    """Bytes that a change moves.
 
     An engine, once built, says it exactly (`ElasticExecutor.predict_bytes`). Here the weights of an
     operator count as one tensor, and sharded state as replicated.

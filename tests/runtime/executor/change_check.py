@@ -88,7 +88,7 @@ def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
         worst=worst(found, wanted),
         worst_loss=worst_loss,
         loss_tolerance=tolerance,
-        n_moved_bytes=sum(n for cost in traces[0].costs for n in cost.pair_bytes.values()),
+        n_moved_bytes=sum(n for moved in traces[0].moved for n in moved.values()),
         error=_wrong_samples(changing, traces),
         duration_s=time.perf_counter() - start_s,
     )

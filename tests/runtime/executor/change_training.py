@@ -22,8 +22,8 @@ from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.engines.engine import Share
-from harness.runtime.executor.change.elastic import ChangeCost, ElasticExecutor
-from harness.runtime.executor.change.transfer import StateTransfer
+from harness.runtime.executor.change.elastic import ElasticExecutor
+from harness.runtime.executor.change.transfer import PairBytes, StateTransfer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.survivor import Survivor
 from harness.runtime.ranks.gather import gather_objects
@@ -32,11 +32,11 @@ from harness.runtime.ranks.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace(Trace):
-    """One rank's trace, with the samples that it read and the costs of its changes."""
+    """One rank's trace, with the samples that it read and the bytes that its changes moved."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     fed: list[list[int]]
-    costs: list[ChangeCost] = field(default_factory=list)
+    moved: list[PairBytes] = field(default_factory=list)
 
 
 class Changing:
@@ -58,13 +58,13 @@ class Changing:
         self._at, self._plan = step, self._changing.plan(tuple(positions))
         return self._plan.indices(self._world.rank, first_step=step)
 
-    def change(self, strategy: Strategy, step: int) -> ChangeCost:
+    def change(self, strategy: Strategy, step: int) -> PairBytes:
         """Go on by another strategy from a step on."""
         with as_drawn(self._changing.case):
             engine = self.elastic.build(strategy, self._changing.frozen_at(step))
-        cost = self.elastic.change(engine)
+        moved = self.elastic.change(engine)
         self._samples = self._read_from(step)
-        return cost
+        return moved
 
     def step(self) -> tuple[float, list[int]]:
         """Train one step; this rank's part of the loss, and the samples that it read."""
@@ -82,16 +82,16 @@ class Changing:
 def train_and_change(changing: ChangingCase, world: World) -> RankTrace:
     """Train a case with all its changes."""
     training, at = Changing(changing, world), dict(changing.changes)
-    losses, fed, costs = [], [], []
+    losses, fed, moved = [], [], []
     for step in range(changing.case.n_steps):
         if step in at:
-            costs.append(training.change(at[step], step))
+            moved.append(training.change(at[step], step))
         loss, samples = training.step()
         losses.append(loss)
         fed.append(samples)
     training.elastic.engine.verify()
     state = named_state(whole_state(training.elastic.engine, world))
-    return RankTrace(losses=losses, fed=fed, state={} if world.rank else state, costs=costs)
+    return RankTrace(losses=losses, fed=fed, state={} if world.rank else state, moved=moved)
 
 
 def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:

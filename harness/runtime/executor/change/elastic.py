@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,6 +42,7 @@ from harness.runtime.executor.cache.boundary import (
 )
 from harness.runtime.executor.change.transfer import (
     Bits,
+    PairBytes,
     StateTransfer,
     Subject,
     find_all_migrations,
@@ -53,25 +53,8 @@ from harness.runtime.executor.gradients.update import LayerNorms
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import (
-    gather_objects,
-    maximum_over_ranks,
-    raise_on_all_ranks,
-)
+from harness.runtime.ranks.gather import gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangeCost:
-    """The measured cost of one change, equal on every rank.
-
-    Attributes:
-        still_s: seconds without training, on the slowest rank.
-        pair_bytes: bytes that travelled, by (sender, reader).
-    """
-
-    still_s: float
-    pair_bytes: dict[tuple[int, int], int]
 
 
 def check_votes(votes: Sequence[Mapping[Subject, Bits]]) -> None:
@@ -268,8 +251,8 @@ class ElasticExecutor:
             )
         return self._boundaries[n_frozen]
 
-    def predict_bytes(self, engine: ExecutorEngine) -> dict[tuple[int, int], int]:
-        """Bytes that a change to an engine moves, by (sender, reader)."""
+    def predict_bytes(self, engine: ExecutorEngine) -> PairBytes:
+        """Bytes that a change to an engine moves."""
         n_states = self._options.optimizer.n_states
         weights, state = find_all_migrations(self.engine.held_state(), engine.held_state())
         pair_bytes: Counter[tuple[int, int]] = Counter()
@@ -279,16 +262,19 @@ class ElasticExecutor:
                 pair_bytes[migration.source, migration.target] += n_bytes * n_tensors
         return {pair: n_bytes for pair, n_bytes in pair_bytes.items() if n_bytes}
 
-    def change(self, engine: ExecutorEngine) -> ChangeCost:
+    def change(self, engine: ExecutorEngine) -> PairBytes:
         """Move the state into an engine that was built and close the old one; all ranks must call
         it between steps.
+
+        Returns:
+            Bytes that travelled, equal on every rank.
 
         Raises:
             HarnessError: on every rank, if one cannot take its new state; the old engine trains on,
                 and the new one is closed.
             RuntimeError: another rank died or hangs.
         """
-        start_s, old, world = time.perf_counter(), self.engine, self._world
+        old, world = self.engine, self._world
         old.flush()
         try:
             transfer = StateTransfer(old.held_state(), engine.held_state(), world)
@@ -305,11 +291,8 @@ class ElasticExecutor:
         self.engine = engine
         vars(old).clear()  # at once, although its objects form reference cycles
         gc.collect()
-        still_s = time.perf_counter() - start_s
-        pair_bytes = {
+        return {
             (source, target): n
             for target, (_, n_bytes) in enumerate(votes)
             for source, n in sorted(n_bytes.items())
         }
-        slowest_s = maximum_over_ranks([still_s], world)[0] if world.size > 1 else still_s
-        return ChangeCost(still_s=slowest_s, pair_bytes=pair_bytes)

@@ -37,6 +37,8 @@ from harness.runtime.ranks.world import World
 
 # The devices that hold each slice.
 Placement = Mapping[WeightSlice, tuple[int, ...]]
+# Bytes that travel, by (sender, reader).
+PairBytes = dict[tuple[int, int], int]
 
 
 @dataclass(frozen=True)
