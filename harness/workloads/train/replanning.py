@@ -263,21 +263,23 @@ class ShrinkPolicy(Policy):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="frozen model")
         self._planning: Future[_Offer | None] | None = None
         self._is_cancelled = threading.Event()
-        self._planned_for, self._is_waiting = 0, False
+        self._planned_for, self._is_waiting = (0, 0), False
 
     def due(self, step: int) -> Due | None:
-        world, n_frozen = self._inputs.context.world, self._inputs.current.n_frozen
         if self._is_off:
             return None
-        if n_frozen != self._planned_for:
-            self._planned_for, self._is_waiting = n_frozen, True
+        world, current = self._inputs.context.world, self._inputs.current
+        n_frozen, n_skipped = current.n_frozen, current.n_skipped
+        # Not where a strategy that cannot use the cache has ended it: a search would offer the
+        # strategy from before.
+        if n_frozen != self._planned_for[0] or n_skipped > self._planned_for[1]:
+            self._planned_for, self._is_waiting = (n_frozen, n_skipped), True
             self._is_cancelled.set()
             self._is_cancelled = threading.Event()
             if world.is_first:
                 left = self._inputs.training.n_steps - step
-                now = self._inputs.current.planned.strategy
                 self._planning = self._pool.submit(
-                    self._plan, now, n_frozen, left, self._is_cancelled
+                    self._plan, current.planned.strategy, n_frozen, left, self._is_cancelled
                 )
         if not self._is_waiting:
             return None

@@ -17,6 +17,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, LossScale
+from harness.workloads.train import replanning
 from harness.workloads.train.cache import _check_repeats
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
@@ -145,6 +146,28 @@ def test_ranks_that_are_left_without_a_pipeline_train_on_without_its_rule(contin
         return
     assert ShrinkPolicy(inputs).due(1) is None
     assert "not planned again: PipeTransformer's rule needs" in caplog.text
+
+
+def test_the_model_is_planned_again_as_layers_freeze_and_are_cached(monkeypatch):
+    """The strategy of step 5 cannot use the cache."""
+    current = SimpleNamespace(
+        planned=SimpleNamespace(strategy=ddp(layers()[0], small_cluster(2), 8))
+    )
+    inputs = SimpleNamespace(
+        case=replace(CASE, shrink="search"), start=current.planned, current=current,
+        training=SimpleNamespace(n_steps=50),
+        context=SimpleNamespace(world=SimpleNamespace(is_first=True)),
+    )  # fmt: skip
+    asked = []
+    monkeypatch.setattr(replanning.BesideSearch, "warm_up", lambda self: None)
+    monkeypatch.setattr(replanning, "gather_numbers", lambda value, world: [0.0])
+    monkeypatch.setattr(ShrinkPolicy, "_plan", lambda _, *request: asked.append(request[1:3]))
+    policy = ShrinkPolicy(inputs)
+    frozen_and_cached = [(0, 0), (2, 0), (2, 2), (2, 2), (3, 2), (3, 0), (0, 0)]
+    for step, (current.n_frozen, current.n_skipped) in enumerate(frozen_and_cached):
+        assert policy.due(step) is None
+    policy.close()
+    assert asked == [(2, 49), (2, 48), (3, 46), (0, 44)]
 
 
 def test_norms_leave_out_a_step_whose_gradients_overflow_on_any_rank():
