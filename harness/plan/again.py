@@ -122,7 +122,11 @@ def main() -> int:
     os.nice(_NICENESS)
     importlib.import_module("harness.plan.simulate.lowering")  # numba, before the first request
     for line in sys.stdin.buffer:
-        request = msgspec.json.decode(Path(os.fsdecode(line[:-1])).read_bytes(), type=SearchAgain)
+        try:
+            data = Path(os.fsdecode(line[:-1])).read_bytes()
+        except FileNotFoundError:  # which the process that asks removes when it ends
+            return 1
+        request = msgspec.json.decode(data, type=SearchAgain)
         sys.stdout.buffer.write(msgspec.json.encode(search_again(request)) + b"\n")
         sys.stdout.buffer.flush()
     return 0

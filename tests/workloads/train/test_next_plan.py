@@ -60,8 +60,10 @@ def test_a_search_without_a_plan_says_so():
     search.close()
 
 
-def test_a_search_that_dies_is_an_error():
+def test_a_search_that_ends_is_an_error(capfd):
+    """When training ends, its request is gone before the search has read it."""
     search = BesideSearch()
     search.start(request())
-    search._process.kill()
-    assert answer_of(search).error == "the search beside training ended with exit code -9"
+    search._asked.close()
+    assert answer_of(search).error == "the search beside training ended with exit code 1"
+    assert capfd.readouterr().err == ""
