@@ -173,7 +173,8 @@ class FreezingPolicy(Policy):
             frozen = takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)
             now = len(list(frozen))
         if now:
-            why = f"--freeze {self._case.freeze}: {now} layers before step {first}"
+            layers_text = f"{now} of {self._n_layers} layers before step {first}"
+            why = f"--freeze {self._case.freeze}: {layers_text}"
             self._missed.append(Due(why=why, step=first, n_frozen=now))
         if now != self._n_frozen:
             self._missed.append(self._due(at))
