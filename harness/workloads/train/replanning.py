@@ -272,15 +272,14 @@ class ShrinkPolicy(Policy):
         n_frozen, n_skipped = current.n_frozen, current.n_skipped
         # Not where a strategy that cannot use the cache has ended it: a search would offer the
         # strategy from before.
-        if n_frozen != self._planned_for[0] or n_skipped > self._planned_for[1]:
+        is_replaced = n_skipped > self._planned_for[1] and not self._is_waiting
+        if n_frozen != self._planned_for[0] or is_replaced:
             self._planned_for, self._is_waiting = (n_frozen, n_skipped), True
             self._is_cancelled.set()
             self._is_cancelled = threading.Event()
             if world.is_first:
                 left = self._inputs.training.n_steps - step
-                self._planning = self._pool.submit(
-                    self._plan, current.planned.strategy, n_frozen, left, self._is_cancelled
-                )
+                self._planning = self._pool.submit(self._plan, n_frozen, left, self._is_cancelled)
         if not self._is_waiting:
             return None
         is_done = self._planning is not None and self._planning.done()
@@ -295,16 +294,15 @@ class ShrinkPolicy(Policy):
         self._pool.shutdown(wait=True)
         self._search.close()
 
-    def _plan(
-        self, now: Strategy, n_frozen: int, n_left: int, is_cancelled: threading.Event
-    ) -> _Offer | None:
+    def _plan(self, n_frozen: int, n_left: int, is_cancelled: threading.Event) -> _Offer | None:
         """Plan the frozen model; None if the strategy of now is the answer."""
-        planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
+        planner, current = self._inputs.planner, self._inputs.current
         if self._rule is not None:
             strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen, 0))
         else:
-            self._search.start(self._request(now, n_frozen, n_left))
+            self._search.start(self._request(n_frozen, n_left))
             strategy = self._searched(is_cancelled)
+        now, n_skipped = current.planned.strategy, current.n_skipped  # not as the search began
         # Strategies of other names may train alike.
         if strategy is None or now == msgspec.structs.replace(
             strategy, name=now.name, made_for=now.made_for
@@ -314,12 +312,12 @@ class ShrinkPolicy(Policy):
             planned=planner.planned(strategy, n_frozen),
             before_s=planner.step_s(now, n_frozen, n_skipped),
             after_s=planner.step_s(strategy, n_frozen, n_skipped),
-            cost_s=self._inputs.current.still_s
-            + planner.estimate_change_s(now, strategy, n_frozen),
+            cost_s=current.still_s + planner.estimate_change_s(now, strategy, n_frozen),
         )
 
-    def _request(self, now: Strategy, n_frozen: int, n_left: int) -> SearchAgain:
-        planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
+    def _request(self, n_frozen: int, n_left: int) -> SearchAgain:
+        planner, current = self._inputs.planner, self._inputs.current
+        now, n_skipped = current.planned.strategy, current.n_skipped
         request = planner.search_again(n_frozen, now, n_skipped)
         left_s = planner.step_s(now, n_frozen, n_skipped) * n_left
         most_s = max(_LEAST_SEARCH_S, _SEARCHED_SHARE * left_s)
