@@ -249,17 +249,42 @@ def _planned() -> list[bytes]:
     ]
 
 
-def _published(name: str, seed: str, place: str = "") -> Reader:
+def _layer_seconds() -> dict[str, bytes]:
+    """What AMP's trials need beside them."""
+    file = io.BytesIO()
+    np.save(file, np.full(6, 0.01))
+    return {"known_cost/gpt2_G4_1.npy": file.getvalue()}
+
+
+def _sailor_profiles() -> dict[str, bytes]:
+    """What Sailor's plans need beside them."""
+    layers = ("embedding", "layer", "head")
+    shape = {"params_bytes": 4000, "act_output_bytes": 400, "act_mem_bytes": 800}
+    fits = {"A": {"1": [[1.0], 1e10], "2": [[1.0], 1e11], "4": [[1.0], 2e10]}}
+    values = {
+        "llm_info.json": {"M": {"1": dict.fromkeys(layers, shape)}},
+        "profiles/M/A/profile.json": {"1": {"4": dict.fromkeys(layers, (0.01, 0.02, 0.001))}},
+        "providers/intra_node_bandwidths.json": fits,
+        "providers/network_coeffs_all_homo.json": {"inter": fits},
+    }
+    return {name: json.dumps(value).encode() for name, value in values.items()}
+
+
+def _published(
+    name: str, seed: str, place: str = "", beside: Callable[[], dict[str, bytes]] = dict
+) -> Reader:
     """The reader of a published set, of which one file is given, and predictions of its steps.
 
     Args:
         place: directory of the file in the set.
+        beside: the set's other files.
     """
 
     def read(data: bytes, folder: Path) -> None:
-        path = folder / place / seed
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        for where, content in {**beside(), f"{place}/{seed}".lstrip("/"): data}.items():
+            path = folder / where
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         if PUBLISHED[name].matches(folder):
             published = PUBLISHED[name].read(folder)
             judge(name, replace(published, points=published.points[:_MOST_PREDICTED]))
@@ -360,5 +385,7 @@ READERS: dict[str, Reader] = {
     "pollux": _published("pollux", "placements.csv", "cifar10"),
     "vtrain": _published("vtrain", "iterations.csv"),
     "scalable_vit_dt": _published("scalable_vit_dt", "metrics.csv", "2_GPUs/p2_b16_e2"),
+    "amp": _published("amp", "trials.csv", beside=_layer_seconds),
+    "sailor": _published("sailor", "plans.csv", beside=_sailor_profiles),
     "neusight": _published("neusight", "bert_large-train-512-16.json", "label/Tesla_T4"),
 }

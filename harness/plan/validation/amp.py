@@ -165,11 +165,13 @@ class _AmpExperiment:
         other = none._replace(parameters=_TRIED_PARAMETERS)
         if is_size_known:
             other = none._replace(inside_bytes_per_s=_TRIED_BYTES_PER_S)
+        step_s = cache(lambda trial, fit: self.case(trial, fit).step_s())  # repeats are equal
         terms, rest = [], []
         for trial in self.calibrating:
-            base = self.case(trial, none).step_s()
-            fixed = self.case(trial, none._replace(fixed_s=_TRIED_S)).step_s() - base
-            terms.append([fixed / _TRIED_S, self.case(trial, other).step_s() - base])
+            asked = replace(trial, predicted_s=None, measured_s=None)
+            base = step_s(asked, none)
+            fixed = step_s(asked, none._replace(fixed_s=_TRIED_S)) - base
+            terms.append([fixed / _TRIED_S, step_s(asked, other) - base])
             rest.append(max(1e-6, (trial.measured_s or 0.0) - base))
         if not terms:
             return self.fit
@@ -285,7 +287,7 @@ def _parse(row: Row) -> _AmpTrial:
         )
     layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=bounds[1:-1])
     theirs = find_number(row.text("predicted_s"))
-    has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
+    has_failed = row.text("measured_s").lower() in ("inf", "nan", "oom", "")
     return _AmpTrial(
         layout=layout,
         n_layers=bounds[-1],

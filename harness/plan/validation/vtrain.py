@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -87,13 +87,16 @@ class _Times(NamedTuple):
     update_s_per_byte: float
 
 
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class _Config(msgspec.Struct):
     """The fields of vTrain's configuration that are read; bandwidths in GB/s and Gbit/s."""
 
-    gpu_name: str = "A100"
-    node_size: int = 8
-    intra_node_bandwidth: float = 150.0
-    inter_node_bandwidth: float = 800.0
+    gpu_name: Annotated[str, msgspec.Meta(pattern="^[^/\0]{1,100}$")] = "A100"
+    node_size: Annotated[int, msgspec.Meta(ge=1, le=points.MOST_DEVICES)] = 8
+    intra_node_bandwidth: _Rate = 150.0
+    inter_node_bandwidth: _Rate = 800.0
 
 
 class _VTrainRuns:
@@ -104,13 +107,19 @@ class _VTrainRuns:
         self._config = _Config()
         if configs:
             self._config = points.load_json(configs[0], _Config)
-        curves = folder / "trace" / self._config.gpu_name.lower()
-        self.curves = [
-            p for path in sorted(curves.glob("AR_GPU*")) for p in thinned(read_curve(path))
-        ]
+        self._curves_in = folder / "trace" / self._config.gpu_name.lower()
+        files = sorted(self._curves_in.glob("AR_GPU*"))
+        self.curves = [p for path in files for p in thinned(read_curve(path))]
         self.cluster = cache(self._make_cluster)
         self._simulators: dict[tuple[object, ...], Simulator] = {}
         self._times = self._fit(runs)
+
+    def notes(self) -> list[str]:
+        """What stands in for a missing file."""
+        if self.curves:
+            return []
+        rate = self._config.intra_node_bandwidth
+        return [f"assumed: {rate:g} GB/s within a node, as {self._curves_in} has no AR_GPU* curve"]
 
     def _make_cluster(self, n_devices: int) -> Cluster:
         """Full nodes, or one that holds so many devices."""
@@ -270,6 +279,7 @@ def read(folder: Path) -> points.Published:
     notes = [
         "calibrated on pure layouts (one or two replicas, or one tensor-parallel group): a layer's "
         "time by hidden size, microbatch and tp",
+        *given.notes(),
         f"assumed: vocabulary {_VOCABULARY}, FP16 gradients in one all-reduce after backward, "
         "recomputation of all layers, equal numbers of layers in all stages, and layer times that "
         "pipelines and replicas do not change",
