@@ -36,6 +36,7 @@ _LONGEST_NAME = 200  # of a column, because neither joining nor matching names i
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 # forward_s, step time (ms); not images_per_s
 _TIME = re.compile(rf"(?P<base>.*?)(?<!per)[\s_(\[]+(?P<unit>{'|'.join(UNITS_S)})[)\]]?")
+_REMEDY = "leave out the row of a run that failed"
 _ALIKE = 0.7  # of two names, of which one may be the other misspelt
 
 
@@ -62,16 +63,17 @@ class Row:
         name, text = f"{self.where}: {column}", self._cells[column]
         return parse_int(text, name, at_least=at_least, at_most=at_most, error=DataError)
 
-    def number(self, column: str) -> float:
+    def number(self, column: str, remedy: str = "") -> float:
         """A number >= 0; raises DataError as `count`."""
-        value = parse_number(self._cells[column], f"{self.where}: {column}", error=DataError)
+        name, text = f"{self.where}: {column}", self._cells[column]
+        value = parse_number(text, name, error=DataError, remedy=remedy)
         return value * self._scales.get(column, 1.0)
 
     def seconds(self, column: str) -> float:
-        """A time above 0; raises DataError as `count`."""
-        value = self.number(column)
+        """A measured time above 0; raises DataError as `count`."""
+        value = self.number(column, _REMEDY)
         if value <= 0:
-            raise DataError(f"{self.where}: {column} is {value}: a time must be above 0")
+            raise DataError(f"{self.where}: {column} is {value}, not above 0: {_REMEDY}")
         return value
 
 

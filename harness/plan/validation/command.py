@@ -217,7 +217,11 @@ def find_sets(folder: Path) -> Iterator[tuple[str, Path]]:
         for name in _matching(path)
     ]
     # Some readers look into directories too, so the directory of several sets looks like one.
-    found = below if {name for name, _ in below} > {name for name, _ in own} else own
+    names = {name for name, _ in own}
+    if {name for name, _ in below} > names:
+        found = below
+    else:
+        found = own + [one for one in below if one[0] not in names]
     if not found:
         known = "; ".join(f"{name}: {reader.looks_for}" for name, reader in READERS.items())
         raise DataError(f"{folder} holds no data set that can be read ({known})")
@@ -229,7 +233,8 @@ def _matching(folder: Path) -> list[str]:
 
 
 def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
-    """Each set of the directories, when it is done.
+    """Each set of the directories, when it is done. All files are read before a step is predicted,
+    because predictions take minutes.
 
     Raises:
         HarnessError: a directory holds no set, or a file is malformed.
@@ -237,26 +242,30 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
     if args.output is not None:
         make_directory("--output", args.output)
     found = [one for path in args.folders for one in find_sets(path)]
-    if args.output is not None:
-        name, n = Counter(name for name, _ in found).most_common(1)[0]
-        if n > 1:
-            raise DataError(
-                f"{n} directories hold {name}, and --output gets one file for each set: give one "
-                "directory that holds them, or validate them one by one"
-            )
-    for name, folder in found:
-        validation = _validated(name, folder)
+    counts = Counter(name for name, _ in found)
+    name, n = counts.most_common(1)[0]
+    if args.output is not None and n > 1:
+        raise DataError(
+            f"{n} directories hold {name}, and --output gets one file for each set: give one "
+            "directory that holds them, or validate them one by one"
+        )
+    sets = [
+        (name if counts[name] == 1 else f"{name} in {folder}", READERS[name].read(folder))
+        for name, folder in found
+    ]
+    for name, published in sets:
+        validation = _validated(name, published)
         if args.output is not None:
             write_atomically(args.output / validation_file(name), validation.to_json())
         yield validation
 
 
-def _validated(name: str, folder: Path) -> Validation:
+def _validated(name: str, published: Published) -> Validation:
     line = ProgressLine()
     try:
         return judge(
             name,
-            READERS[name].read(folder),
+            published,
             lambda done, of: line.show(f"{name}: {done} of {of} steps predicted"),
         )
     finally:

@@ -8,6 +8,7 @@ shortest pipelines with fewest chunks, with the synchronisation of their gradien
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
@@ -26,18 +27,25 @@ class _PipelineRun(NamedTuple):
     chunks: int
     images_per_s: float
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """By which runs repeat one another."""
+        return self.length, self.chunks, self.batch
+
 
 class _PipelineRates:
     def __init__(self, runs: Sequence[_PipelineRun]) -> None:
         self.n_devices = max(run.length for run in runs)
-        self.calibrating = min(runs, key=lambda run: (run.length, run.chunks))
+        size = min(run.size for run in runs)
+        self.calibrating = [run for run in runs if run.size == size]
+        self.images_per_s = median(run.images_per_s for run in self.calibrating)
 
     def case(self, run: _PipelineRun) -> points.SimulatedRun:
         """As many replicas as pipelines."""
-        n, known = self.n_devices // run.length, self.calibrating
+        n, known = self.n_devices // run.length, self.calibrating[0]
         if run.length * n != self.n_devices or run.batch % n:
             raise points.NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
-        each_s = self.n_devices // known.length / known.images_per_s
+        each_s = self.n_devices // known.length / self.images_per_s
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
         layers = [PlannedLayer("pipeline", 4, 4)]
@@ -65,14 +73,14 @@ def read(folder: Path) -> points.Published:
             samples=run.batch,
             measured_s=run.batch / run.images_per_s,
             build=partial(given.case, run),
-            calibrates="the rate of a pipeline is from it" if run is given.calibrating else "",
+            calibrates="the rate of a pipeline is from it" if run in given.calibrating else "",
         )
         for run in runs
     ]
-    known = given.calibrating
+    known = given.calibrating[0]
     notes = [
         f"calibrated: pipelines of {known.length} with {known.chunks} chunks a device give "
-        f"{known.images_per_s * known.length / given.n_devices:.3g} images/s of each pipeline",
+        f"{given.images_per_s * known.length / given.n_devices:.3g} images/s of each pipeline",
         "assumed: the process that drives and feeds a pipeline bounds it, whatever its length",
     ]
     return points.Published(steps, notes, missing=_missing)

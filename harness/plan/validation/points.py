@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 # Of one measured step: the simulator takes seconds for more.
 MOST_DEVICES, MOST_LAYERS = 1024, 1000
@@ -42,6 +44,14 @@ def load_json(path: Path, type_: type[T]) -> T:
     """A file of a set; raises DataError if it is missing or malformed."""
     data = read_file(path, "file of the set", DataError)
     return decode(data, type_, source=str(path), error=DataError)
+
+
+def medians(values: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """Median of the values of each key, such as of the runs of one configuration."""
+    found: dict[K, list[float]] = defaultdict(list)
+    for key, value in values:
+        found[key].append(value)
+    return {key: median(own) for key, own in found.items()}
 
 
 def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
@@ -69,6 +79,21 @@ def solve_all(
         ratio = median(predict(k, amount) / value for k, value in enumerate(measured))
         a, b = (math.log(amount), b) if ratio > 1 else (a, math.log(amount))
     return math.exp((a + b) / 2)
+
+
+LEAST_BYTES_PER_S, MOST_BYTES_PER_S = 1e7, 1e12
+
+
+def solve_bandwidth(predict: Callable[[int, float], float], measured: Sequence[float]) -> float:
+    """The bandwidth that explains several measurements (`solve_all`)."""
+    return solve_all(predict, measured, LEAST_BYTES_PER_S, MOST_BYTES_PER_S)
+
+
+def bandwidth_words(rate: float) -> str:
+    """A solved bandwidth, for people; at a bound it explains no measurement."""
+    near = {LEAST_BYTES_PER_S: " or less", MOST_BYTES_PER_S: " or more"}
+    bound = "".join(words for at, words in near.items() if math.isclose(rate, at, rel_tol=1e-3))
+    return f"{rate / 1e9:.3g} GB/s{bound}"
 
 
 class SimulatedRun(NamedTuple):

@@ -41,7 +41,6 @@ _MOST_NODES = 64  # the bandwidth between them is found by 30 predictions
 _TRIVIAL = 0.078
 
 _KIND, _LATENCY_S = "Tesla T4", 20e-6
-_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e11
 # Forward takes a third of forward and backward.
 _FORWARD = 1 / 3
 
@@ -64,8 +63,11 @@ class _Job:
     """One model's runs."""
 
     def __init__(self, name: str, runs: Sequence[_PolluxRun]) -> None:
-        self.model, parts = _MODELS.get(name, _UNKNOWN)
-        self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
+        model, parts = _MODELS.get(name, _UNKNOWN)
+        self.name = f"{model} ({name})"
+        self._alone = points.medians(
+            (run.local, run.measured_s) for run in runs if run.placement == (1,)
+        )
         self._simulator = cache(self._make_simulator)
         self._layers = [
             PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(parts)
@@ -75,18 +77,18 @@ class _Job:
         # Nothing but the node slows one placement, and nothing but links between nodes the other.
         self.inside = _most([r for r in runs if len(r.placement) == 1 < sum(r.placement)])
         self.between = _most([r for r in runs if {1} == {*r.placement} and len(r.placement) > 1])
-        self._slowdown = {
-            run.local: max(0.0, run.measured_s / self._alone[run.local] - 1)
+        self._slowdown = points.medians(
+            (run.local, max(0.0, run.measured_s / self._alone[run.local] - 1))
             for run in self.inside
             if run.local in self._alone
-        }
-        self.bandwidth = _MOST_BYTES_PER_S
-        if known := [run for run in self.between if run.local in self._alone]:
-            self.bandwidth = points.solve_all(
+        )
+        self.bandwidth = points.MOST_BYTES_PER_S
+        known = [run for run in self.between if run.local in self._alone]
+        self.are_links_known = bool(known)
+        if known:
+            self.bandwidth = points.solve_bandwidth(
                 lambda k, rate: self.case(known[k], rate).step_s(),
                 [run.measured_s for run in known],
-                _LEAST_BYTES_PER_S,
-                _MOST_BYTES_PER_S,
             )
 
     @property
@@ -94,19 +96,34 @@ class _Job:
         """Relative; median over the local batches of the calibrating placement."""
         return median(self._slowdown.values()) if self._slowdown else 0.0
 
+    def notes(self) -> list[str]:
+        """What was calibrated and assumed."""
+        given = ["one GPU's rows give the time of computing"]
+        if self._slowdown:
+            given += [f"{_gpus(self.inside)} of a node compute {self.slowdown:.0%} slower"]
+        if self.are_links_known:
+            rate = points.bandwidth_words(self.bandwidth)
+            given += [f"{_gpus(self.between)} give {rate} between nodes"]
+        return [
+            f"{self.name}: {'; '.join(given)}",
+            f"{self.name}: assumed: PyTorch's buckets overlap backward, rings",
+        ]
+
     def case(self, run: _PolluxRun, bandwidth: float | None = None) -> points.SimulatedRun:
         """At a bandwidth, or the calibrated one, and the calibrated slowdown."""
         if run.local not in self._alone:
             raise points.NotExpressedError("no row with one GPU has its local batch")
+        if max(run.placement) > 1 and not self._slowdown:
+            raise points.NotExpressedError("no row with several GPUs of one node gives their times")
+        if len(run.placement) > 1 and not self.are_links_known:
+            raise points.NotExpressedError("no row with one GPU on each node gives the bandwidth")
         simulator = self._simulator(run.placement, bandwidth or self.bandwidth)
         n = sum(run.placement)
         return points.laid_out(simulator, ParallelLayout(dp=n), n * run.local)
 
     def _make_simulator(self, placement: tuple[int, ...], bandwidth: float) -> Simulator:
         cluster = _cluster(placement, bandwidth)
-        return points.chain_simulator(
-            self.model, self._layers, self._times(max(placement)), cluster
-        )
+        return points.chain_simulator(self.name, self._layers, self._times(max(placement)), cluster)
 
     def _times(self, n_beside: int) -> dict[TimeKey, list[LayerTime]]:
         """Of the layers where so many GPUs of a node compute; each adds to the slowdown."""
@@ -132,7 +149,7 @@ def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
     full = Cluster.uniform(
         len(placement),
         n_each,
-        inside_bytes_per_s=_MOST_BYTES_PER_S,  # what these links cost is in the slowdown
+        inside_bytes_per_s=points.MOST_BYTES_PER_S,  # what these links cost is in the slowdown
         between_bytes_per_s=bandwidth,
         memory_bytes=2**50,
         kind=_KIND,
@@ -185,14 +202,9 @@ def read(folder: Path) -> points.Published:
     notes: list[str] = []
     for path in _folders(folder):
         runs = list(_runs(path))
-        job = _Job(path.name, runs)
-        steps += [_point(path.name, job, run) for run in runs]
-        notes += [
-            f"{job.model}: one GPU's rows give the time of computing; {_gpus(job.inside)} of a "
-            f"node compute {job.slowdown:.0%} slower; {_gpus(job.between)} give "
-            f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
-            f"{job.model}: assumed: PyTorch's buckets overlap backward, rings",
-        ]
+        job = _Job(path.resolve().name, runs)
+        steps += [_point(job, run) for run in runs]
+        notes += job.notes()
     return points.Published(
         steps,
         notes,
@@ -201,7 +213,7 @@ def read(folder: Path) -> points.Published:
     )
 
 
-def _point(name: str, job: _Job, run: _PolluxRun) -> points.MeasuredStep:
+def _point(job: _Job, run: _PolluxRun) -> points.MeasuredStep:
     calibrates = ""
     if run.placement == (1,):
         calibrates = "the time of computing is that of this row"
@@ -211,19 +223,19 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> points.MeasuredStep:
         calibrates = "the bandwidth between nodes is from this placement"
     return points.MeasuredStep(
         name=f"{_gpus([run])}, {run.local} samples each",
-        cell=f"{job.model} ({name}), {run.local} samples each",
+        cell=f"{job.name}, {run.local} samples each",
         samples=run.local * sum(run.placement),
         measured_s=run.measured_s,
         build=partial(job.case, run),
         calibrates=calibrates,
-        part=f"{job.model} ({name})",
+        part=job.name,
         group=f"on {len(run.placement)} nodes of up to {max(run.placement)} GPUs",
     )
 
 
 def _gpus(runs: Sequence[_PolluxRun]) -> str:
-    """The GPUs of a calibrating placement, in words."""
-    return f"{'+'.join(map(str, runs[0].placement)) if runs else 'no'} GPUs"
+    """The GPUs of a placement that all runs have, in words."""
+    return f"{'+'.join(map(str, runs[0].placement))} GPUs"
 
 
 READER = points.SetReader(

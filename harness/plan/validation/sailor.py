@@ -85,6 +85,11 @@ class _Plan(NamedTuple):
         return self.tp * self.dp * len(self.stages)
 
     @property
+    def size(self) -> tuple[object, ...]:
+        """The order in which plans are taken for calibration, however their rows are ordered."""
+        return self.n_devices, self.n_microbatches, self.stages, self.measured_s, self.name
+
+    @property
     def is_additive(self) -> bool:
         """Whether computing and synchronising can add up to its step."""
         return 2 * self.sync_s <= self.measured_s
@@ -116,7 +121,7 @@ class _SailorPlans:
         self._files = {(path.parts[-3], path.parts[-2]): path for path in files}
         self._profiles: dict[tuple[str, str], _Times] = {}
         self.calibrating: dict[_Key, _Plan] = {}
-        for plan in sorted(plans, key=lambda plan: (plan.n_devices, plan.n_microbatches)):
+        for plan in sorted(plans, key=lambda plan: plan.size):
             is_one_node = plan.dp == 1 and len(plan.stages) == 1
             is_other = self._kind_of_times(plan) != plan.kind
             if plan.is_additive and not plan.unlike and (is_one_node or is_other):

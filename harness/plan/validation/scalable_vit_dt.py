@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,6 @@ _N_GPUS = re.compile(r"(?P<n>[0-9]+)[_-]?GPUs?", re.IGNORECASE)
 
 _N_SAMPLES = 50_000  # CIFAR-10's training set
 _N_LAYERS, _PARAMETERS = 12, 86_567_656
-_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e12
 _FORWARD = 1 / 3
 
 
@@ -58,30 +57,35 @@ class _DeepSpeedRun(NamedTuple):
     kinds: tuple[str, ...]
     step_s: float
 
+    @property
+    def size(self) -> tuple[int, float, tuple[str, ...]]:
+        """By which runs repeat one another; the smallest one calibrates."""
+        return self.n_devices, -self.share, self.kinds
+
 
 class _Group:
     """Runs of one cluster and batch."""
 
     def __init__(self, runs: Sequence[_DeepSpeedRun]) -> None:
         self.runs = runs
-        self.alone: dict[str, _DeepSpeedRun] = {}
-        for run in sorted((run for run in runs if run.n_devices == 1), key=lambda run: run.share):
-            self.alone[run.kinds[0]] = run
+        alone = points.medians(
+            ((run.kinds[0], run.share), run.step_s) for run in runs if run.n_devices == 1
+        )
+        # Of each kind of GPU, with the largest share of the data.
+        self._alone_s = {kind: alone[kind, share] for kind, share in sorted(alone)}
         several = [run for run in runs if run.n_devices > 1 and not self._why_not(run)]
-        self.pair = min(several, key=lambda run: (run.n_devices, -run.share), default=None)
-        self.bandwidth = _MOST_BYTES_PER_S
-        if (pair := self.pair) is not None:
-            self.bandwidth = points.solve_all(
-                lambda _, rate: self.case(pair, rate).step_s(),
-                [pair.step_s],
-                _LEAST_BYTES_PER_S,
-                _MOST_BYTES_PER_S,
+        size = min((run.size for run in several), default=None)
+        self.calibrating = pairs = [run for run in several if run.size == size]
+        self.bandwidth = points.MOST_BYTES_PER_S
+        if pairs:
+            self.bandwidth = points.solve_bandwidth(
+                lambda k, rate: self.case(pairs[k], rate).step_s(), [run.step_s for run in pairs]
             )
 
     def _why_not(self, run: _DeepSpeedRun) -> str:
         """Why a run cannot be predicted, or nothing."""
         for kind in run.kinds:
-            if kind not in self.alone:
+            if kind not in self._alone_s:
                 return f"no run on one {kind} has its batch on this cluster"
         if run.n_each not in (1, run.n_devices):
             return "no run tells the links within its nodes from those between them"
@@ -94,7 +98,7 @@ class _Group:
             raise points.NotExpressedError(why_not)
         each = _PARAMETERS * 4 // _N_LAYERS
         layers = [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)]
-        layer_s = {kind: self.alone[kind].step_s / _N_LAYERS for kind in run.kinds}
+        layer_s = {kind: self._alone_s[kind] / _N_LAYERS for kind in run.kinds}
         times = {
             TimeKey(kind, run.local): [LayerTime(s * _FORWARD, s * (1 - _FORWARD))] * _N_LAYERS
             for kind, s in layer_s.items()
@@ -151,30 +155,34 @@ def _epoch_s(rows: Sequence[Row]) -> float:
     return median(epochs[1:] or epochs)
 
 
-def _groups(root: Path) -> Iterator[_Group]:
-    found: dict[tuple[str, int], list[_DeepSpeedRun]] = defaultdict(list)
-    for path in sorted(root.rglob(_FILE)):
-        run = _run(path, root)
-        if run is not None:
-            found[run.setting, run.local].append(run)
-    yield from (_Group(runs) for runs in found.values())
-
-
 def read(folder: Path) -> points.Published:
     """All runs below a folder."""
-    groups = list(_groups(folder))
-    if not groups:
+    found: dict[tuple[str, int], list[_DeepSpeedRun]] = defaultdict(list)
+    others: list[Path] = []
+    for path in sorted(folder.rglob(_FILE)):
+        run = _run(path, folder)
+        if run is None:
+            others.append(path)
+        else:
+            found[run.setting, run.local].append(run)
+    if not found:
         raise DataError(f"{folder} has no {_FILE} in N_GPUs/pX_bY_eZ: name the directories so")
+    groups = [_Group(runs) for runs in found.values()]
     steps = [_point(group, run) for group in groups for run in group.runs]
     notes = [
         "calibrated on each cluster and batch: the run on one GPU, and the smallest on several",
         "assumed: 346 MB of FP32 gradients in one ring after backward; in mixed precision the "
         "bandwidth below counts twice as many bytes as travel",
         *(
-            f"{group.pair.setting}, {group.pair.local} samples each: {group.bandwidth / 1e9:.3g} "
-            f"GB/s from {group.pair.n_devices} GPUs"
+            f"{pair.setting}, {pair.local} samples each: "
+            f"{points.bandwidth_words(group.bandwidth)} from {pair.n_devices} GPUs"
             for group in groups
-            if group.pair is not None
+            for pair in group.calibrating[:1]
+        ),
+        *(
+            f"left out: {len(others)} {_FILE} whose directories are not named N_GPUs/pX_bY_eZ, "
+            f"such as {path}"
+            for path in others[:1]
         ),
     ]
     return points.Published(steps, notes)
@@ -184,7 +192,7 @@ def _point(group: _Group, run: _DeepSpeedRun) -> points.MeasuredStep:
     calibrates = ""
     if run.n_devices == 1:
         calibrates = "the time of computing is that of this GPU"
-    elif group.pair is not None and run.kinds == group.pair.kinds:
+    elif run.kinds in {pair.kinds for pair in group.calibrating}:
         calibrates = "the bandwidth is from a run on as many of these GPUs"
     return points.MeasuredStep(
         name=f"{run.n_devices} GPUs, {run.share:g} of the data",

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
@@ -36,6 +37,11 @@ class _GPipeRun(NamedTuple):
     samples_per_s: float
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """Of the pipeline, by which runs repeat one another."""
+        return self.n_stages, self.chunks, self.batch
+
+    @property
     def n_slots(self) -> int:
         """Of the pipeline: chunks, and stages to fill it."""
         return self.chunks + self.n_stages - 1
@@ -53,14 +59,16 @@ class _Model:
 
     def __init__(self, runs: Sequence[_GPipeRun]) -> None:
         several = [run for run in runs if run.n_stages > 1]
-        self.calibrating = min(several, key=lambda r: (r.n_stages, r.chunks), default=None)
+        size = min((run.size for run in several), default=None)
+        self.calibrating = [run for run in several if run.size == size]
 
     def case(self, run: _GPipeRun) -> points.SimulatedRun:
         """Equal stages at the calibrated time of a sample."""
-        if self.calibrating is None:
+        if not self.calibrating:
             raise points.NotExpressedError("no pipeline of its model gives the time of a sample")
-        given, n = self.calibrating, run.n_stages
-        each_s = given.n_stages * given.chunks / given.n_slots / given.samples_per_s
+        given, n = self.calibrating[0], run.n_stages
+        rate = median(one.samples_per_s for one in self.calibrating)
+        each_s = given.n_stages * given.chunks / given.n_slots / rate
         forward_s = each_s / (1 + given.backward) / n
         layers = [PlannedLayer(f"stage{k}", 4, 4) for k in range(n)]
         row = [LayerTime(forward_s, run.backward * forward_s)] * n
@@ -111,14 +119,14 @@ def read(folder: Path) -> points.Published:
                 measured_s=run.batch / run.samples_per_s,
                 build=partial(model.case, run),
                 calibrates="the time of a sample is from this run"
-                if run is model.calibrating
+                if run in model.calibrating
                 else "",
                 part=run.model,
             )
             for run in runs
         ]
-        if model.calibrating is not None:
-            notes.append(f"{name}: {model.calibrating.experiment} gives the time of a sample")
+        if model.calibrating:
+            notes.append(f"{name}: {model.calibrating[0].experiment} gives the time of a sample")
     notes.append(
         "assumed: stages of equal time, backward twice the forward, and forward again for all "
         "chunks but the last"

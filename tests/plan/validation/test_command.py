@@ -63,7 +63,10 @@ def test_unlike_gpus_need_a_run_on_one_of_each_kind(tmp_path, validated):
         rows = [f"{rank},1,{seconds},0,{kind}" for rank, kind in enumerate(kinds)]
         header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name"
         (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "2_GPUs/p1_b500_e1").rename(tmp_path / "2_GPUs/p1_b500_e1_r1")
+    shutil.copytree(tmp_path / "1_GPU/p1_b500_e1", tmp_path / "1_GPU/alone")
     found = validated(tmp_path)
+    assert "left out: 1 metrics.csv whose directories are not named" in found["notes"][-1]
     assert found["not_expressed"] == {
         "calibrates the others": 4, "no run on one C has its batch on this cluster": 1}  # fmt: skip
     # 3 s of B and 0.2 s of synchronisation, which the pair of A shows.
@@ -196,6 +199,96 @@ def test_two_folders_of_one_set_would_be_written_into_one_file(tmp_path, refused
     folders = (tmp_path / "a", tmp_path / "b")
     said = refused("validate", *folders, "--output", tmp_path / "out")
     assert "2 directories hold pollux, and --output gets one file for each set" in said
+
+
+def repeated(target, *rows):
+    """Write a table, twice: once with its rows in reverse."""
+    head, *rows = (row.strip() for row in rows)
+    for name, own in (("there", rows), ("back", rows[::-1])):
+        path = target / name / "cifar10" / "points.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text("\n".join([head, *own]) + "\n")
+        yield path.parent
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("placement,local_bsz,step_time", "1,8,0.1", "1,8,0.3", "4,8,0.4", "1111,8,0.5",
+         "44,8,0.6"),
+        ("model,experiment,batch,chunks,layers_per_partition,samples_per_s",
+         'm,n2,8,2,"4,5",10', 'm,n2,8,2,"4,5",14', 'm,n3,8,2,"3,3,3",15'),
+        ("global_batch,pipe_length,chunks_over_pipe_length,images_per_s",
+         "400,2,1,120", "400,2,1,160", "400,4,1,200"),
+    ],
+)  # fmt: skip
+def test_runs_that_repeat_a_calibrating_one_count_by_their_median(tmp_path, validated, rows):
+    there, back = (validated(folder) for folder in repeated(tmp_path, *rows))
+    assert there["n_expressed"] == 1
+    assert sum(there["not_expressed"].values()) == len(rows) - 2
+    assert {**there, "notes": back["notes"]} == back
+
+
+def test_placements_without_a_calibration_are_not_judged(tmp_path, validated):
+    head = "placement,local_bsz,step_time"
+    folders = repeated(tmp_path, head, "1,8,0.1", "2,8,0.2", "4,8,0.3", "22,8,0.2")
+    found = validated(next(folders))
+    assert found["n_expressed"] == 1
+    assert found["not_expressed"] == {
+        "calibrates the others": 2,
+        "no row with one GPU on each node gives the bandwidth": 1,
+    }
+    (tmp_path / "there/cifar10/points.csv").write_text(f"{head}\n1,8,0.1\n11,8,0.1\n22,8,0.2\n")
+    found = validated(tmp_path / "there")
+    assert found["not_expressed"]["no row with several GPUs of one node gives their times"] == 1
+    assert "1+1 GPUs give 1e+03 GB/s or more between nodes" in found["notes"][0]
+
+
+def test_the_working_directory_is_named_by_its_path(tmp_path, validated, monkeypatch):
+    (folder,) = [*repeated(tmp_path, "placement,local_bsz,step_time", "1,8,0.1")][:1]
+    monkeypatch.chdir(folder)
+    assert "ResNet18 (cifar10)" in validated(".")["notes"][0]
+
+
+def test_a_bad_set_is_refused_before_others_are_predicted(tmp_path, printed, refused):
+    head = "global_batch,pipe_length,chunks_over_pipe_length,images_per_s\n"
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.csv").write_text(f"{head}400,2,1,120\n")
+    found = printed("validate --json", tmp_path).out.splitlines()
+    assert [json.loads(line)["set"] for line in found] == [
+        f"pipetransformer in {tmp_path / name}" for name in "abc"
+    ]
+    (tmp_path / "c/p.csv").write_text(f"{head}400,2,1,OOM\n")
+    said = refused("validate --json", tmp_path)
+    assert f"{tmp_path}/c/p.csv:2: images_per_s is 'OOM': write a number" in said
+    assert "leave out the row of a run that failed" in said
+
+
+def test_a_set_lies_beside_directories_of_others(tmp_path, printed):
+    (folder,) = [*repeated(tmp_path, "placement,local_bsz,step_time", "1,8,0.1")][:1]
+    (folder / "pipes").mkdir()
+    (folder / "pipes/p.csv").write_text(
+        "global_batch,pipe_length,chunks_over_pipe_length,images_per_s\n400,2,1,120\n"
+    )
+    found = printed("validate --json", folder).out.splitlines()
+    assert [json.loads(line)["set"] for line in found] == ["pollux", "pipetransformer"]
+
+
+def test_vtrain_names_what_stands_in_for_curves(tmp_path, validated, refused):
+    (tmp_path / "i.csv").write_text(
+        "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
+        "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)\n"
+        "1,16,8,1024,16,24,1024,1,1,1,742.5\n"
+    )
+    config = tmp_path / "config.json"
+    config.write_text('{"gpu_name": "H100", "intra_node_bandwidth": 450}')
+    assert (
+        f"assumed: 450 GB/s within a node, as {tmp_path}/trace/h100 has no AR_GPU* curve"
+        in validated(tmp_path)["notes"]
+    )
+    config.write_text('{"node_size": 0}')
+    assert "config.json" in refused("validate", tmp_path)
 
 
 def test_a_folder_without_a_set_is_refused(tmp_path, refused):
