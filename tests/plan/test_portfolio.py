@@ -22,6 +22,7 @@ from harness.plan.report import describe_strategy, result_lines
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import (
+    Space,
     balanced_pipeline,
     leaner,
     microbatch_counts,
@@ -149,6 +150,31 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
         )
 
     assert best(search.candidates(120)) == best(every_pipeline(search, 3))
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+@pytest.mark.parametrize("is_slow", [True, False], ids=["slow link", "fast devices"])
+def test_the_place_of_an_unlike_node_in_the_cluster_does_not_matter(at, is_slow):
+    graph, profile = layers(8)
+    fast = profile_of(graph, (0.1, 0.2), kind="fast")
+    profile = msgspec.structs.replace(
+        profile, measurements=[*profile.measurements, *fast.measurements]
+    )
+    cluster = Cluster.uniform(6, 1, inside_bytes_per_s=1e4, memory_bytes=GB)
+    nodes = list(cluster.nodes)
+    if is_slow:
+        nodes[at] = msgspec.structs.replace(nodes[at], nic_bytes_per_s=1.0)
+    else:  # two neighbours
+        for k in (at, (at + 1) % 6):
+            own = [msgspec.structs.replace(d, kind="fast") for d in nodes[k].devices]
+            nodes[k] = msgspec.structs.replace(nodes[k], devices=own)
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    simulator = Simulator(graph, profile, cluster)
+    best = PipelineSearch(simulator, 8, 8).candidates(1)[0]
+    assert best.bound_s == pytest.approx(7.5128 if is_slow else 1.3564)
+    sets = Space(simulator.costs(8), cluster, simulator.placed).menus[1]
+    others = [(at + 1) % 6, at] if not is_slow else [k for k in range(6) if k != at]
+    assert sorted(others) in [plan.devices for plan in sets]
 
 
 def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():

@@ -34,12 +34,11 @@ from harness.plan.advise.sets import (
 )
 from harness.plan.costs import family_of
 from harness.plan.search.space import balanced_pipeline
+from harness.plan.simulate.network import SLOWER
 from harness.plan.simulate.simulator import Simulator, operator_seconds
 
 # Sets with about the samples/s of the best are searched too.
 _N_SEARCHED = 3
-# A link or device counts as slower than another's from here on.
-_SLOWER = 1.2
 # Predictions do not tell sets apart whose samples/s differ by less.
 NEARLY = 0.95
 
@@ -283,10 +282,10 @@ class Adviser:
         return max([*own, 0.0 if standard is None else standard.samples_per_s])
 
     def _is_link_slow(self, node: int) -> bool:
-        return max(self.rates) > _SLOWER * self.rates[node]
+        return max(self.rates) > SLOWER * self.rates[node]
 
     def _is_device_slow(self, node: int) -> bool:
-        return self.node_s[node] > _SLOWER * self.fastest_s
+        return self.node_s[node] > SLOWER * self.fastest_s
 
     def _changes(self, best: Priced, sets: Sequence[Priced]) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""

@@ -13,7 +13,7 @@ used, last group), the pairs that no other one beats, and is exact for the large
 then simulated, with what that leaves out: contention, memory, schedules, skips.
 
 On up to four devices every ordered choice of groups is tried; on more, groups are neighbours in a
-few orders of the devices (by node, fastest first, slowest first).
+few orders of the devices (by node, fastest first, slowest first, slow links last).
 """
 
 from __future__ import annotations
@@ -215,12 +215,12 @@ class PipelineSearch:
         n = self.costs.n_devices
         if n <= ALL_SUBSETS_UP_TO:
             return [None]
-        devices = self.simulator.cluster.devices
-        plain = tuple(range(n))
-        if len({(d.kind, d.speed, d.memory_bytes) for d in devices}) == 1:
-            return [plain]
-        fast = tuple(sorted(plain, key=lambda d: (-devices[d].speed, d)))
-        return list(dict.fromkeys([plain, plain[::-1], fast, fast[::-1]]))
+        plain, seconds = tuple(range(n)), self._seconds[-1].tolist()
+        orders = [plain, self.simulator.network.promising(seconds)]
+        if len({(d.kind, d.speed, d.memory_bytes) for d in self.simulator.cluster.devices}) > 1:
+            fast = tuple(sorted(plain, key=seconds.__getitem__))
+            orders += [plain[::-1], fast, fast[::-1]]
+        return list(dict.fromkeys(orders))
 
     def _groups(self, order: tuple[int, ...] | None, used: int) -> Iterator[Group]:
         """Next groups of devices when those of the mask are used."""

@@ -2,7 +2,8 @@
 
 The menu has cuts and devices. On few devices every subset is offered. On many, only sets that a
 person would think of: runs of neighbours, nodes and groups of nodes, one device of each node, the
-fastest k. A random set of devices is hardly ever a good one, and makes most proposals useless.
+k fastest with fast links. A random set of devices is hardly ever a good one, and makes most
+proposals useless.
 
 A search must not lose to a standard strategy. Pipelines among them are balanced by the profile.
 """
@@ -30,21 +31,27 @@ from harness.plan.bottleneck import Balanced, balance, balance_in_turn
 from harness.plan.patterns import experts_of
 from harness.plan.report import memory_saved
 from harness.plan.simulate.costs import Costs
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
 
 ALL_SUBSETS_UP_TO = 4  # devices
 
 
-def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Sets of at least two devices that an operator may be spread over, without repetition."""
+def device_sets(cluster: Cluster, device_s: Sequence[float]) -> list[tuple[int, ...]]:
+    """Sets of at least two devices that an operator may be spread over, without repetition.
+
+    Args:
+        device_s: seconds of the model on each device.
+    """
     n = cluster.n_devices
     if n <= ALL_SUBSETS_UP_TO:
         return [s for k in range(2, n + 1) for s in combinations(range(n), k)]
-    return list(dict.fromkeys(tuple(sorted(s)) for s in _likely_sets(cluster) if len(s) > 1))
+    likely = _likely_sets(cluster, Network(cluster).promising(device_s))
+    return list(dict.fromkeys(tuple(sorted(s)) for s in likely if len(s) > 1))
 
 
-def _likely_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+def _likely_sets(cluster: Cluster, promising: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     n, node_of = cluster.n_devices, cluster.node_of()
     by_node = [[d for d in range(n) if node_of[d] == k] for k in range(len(cluster.nodes))]
     yield tuple(range(n))
@@ -60,8 +67,7 @@ def _likely_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         for a in range(0, len(by_node) - width + 1, width):
             yield tuple(d for own in by_node[a : a + width] for d in own)
         width *= 2
-    fastest = sorted(range(n), key=lambda d: (-cluster.devices[d].speed, d))
-    yield from (tuple(fastest[:k]) for k in range(2, n))
+    yield from (promising[:k] for k in range(2, n))
 
 
 class Space:
@@ -73,7 +79,7 @@ class Space:
     def __init__(self, costs: Costs, cluster: Cluster, placed: list[int]) -> None:
         self._costs = costs
         self._n_devices = cluster.n_devices
-        self._sets = device_sets(cluster)
+        self._sets = device_sets(cluster, self._device_seconds(cluster, placed))
         self.menus: dict[int, list[OperatorPlan]] = {}
         shared: dict[object, list[OperatorPlan]] = {}
         for op in placed:
@@ -133,12 +139,22 @@ class Space:
 
     def _shares(self, op: int, devices: tuple[int, ...]) -> list[int] | None:
         """Samples in proportion to how fast each device runs this operator; None when alike."""
-        whole = tuple((0, size) for size in self._costs.shapes[op].values())
         samples = self._costs.units(op)[SAMPLE]
         if samples < len(devices):
             return None
-        seconds = [self._costs.times.block_s(op, whole, device).total_s for device in devices]
-        return proportional_shares(seconds, samples)
+        return proportional_shares([self._whole_s(op, device) for device in devices], samples)
+
+    def _whole_s(self, op: int, device: int) -> float:
+        """Seconds of a whole operator."""
+        whole = tuple((0, size) for size in self._costs.shapes[op].values())
+        return self._costs.times.block_s(op, whole, device).total_s
+
+    def _device_seconds(self, cluster: Cluster, placed: Sequence[int]) -> list[float]:
+        """Of all operators on each device."""
+        alike = [(device.kind, device.speed) for device in cluster.devices]
+        first = {key: k for k, key in reversed(list(enumerate(alike)))}
+        found = {key: sum(self._whole_s(op, k) for op in placed) for key, k in first.items()}
+        return [found[key] for key in alike]
 
 
 def proportional_shares(seconds: list[float], samples: int) -> list[int] | None:

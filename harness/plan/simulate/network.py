@@ -27,6 +27,8 @@ from harness.errors import ClusterError
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.transfers import Floats, Ints
 
+# A link or device counts as slower than another's from here on.
+SLOWER = 1.2
 _TRANSPORTS = ("nccl", "gloo", "mpi")
 
 CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -178,6 +180,19 @@ class Network:
         if self.node_of[a] != self.node_of[b]:
             rate = min(rate, float(self.nic[self.node_of[a]]), float(self.nic[self.node_of[b]]))
         return rate
+
+    def promising(self, device_s: Sequence[float]) -> tuple[int, ...]:
+        """All devices, those whose links to other nodes are slow last, else the fastest first.
+
+        Args:
+            device_s: seconds of the model on each device.
+        """
+        nic = self.nic[self.node_of]
+        rates = np.minimum(self.bandwidth, np.minimum.outer(nic, nic))
+        rates[self.node_of[:, None] == self.node_of] = 0.0
+        best = rates.max(axis=1)
+        is_slow = best * SLOWER < best.max()
+        return tuple(sorted(range(self.n_devices), key=lambda d: (is_slow[d], device_s[d], d)))
 
     def transfer_s(self, a: int, b: int, n_bytes: float) -> float:
         """Seconds from a to b on an idle network."""
