@@ -64,25 +64,29 @@ def ddp(
     batch: int,
     *,
     shares: Sequence[int] | None = None,
-    node: int | None = None,
+    devices: Sequence[int] | None = None,
 ) -> Strategy:
-    """Every operator cut by samples over all devices.
+    """Every operator cut by samples over devices.
 
     Args:
         shares: samples in proportion, for unlike devices; equal when None.
-        node: whose devices alone take part; None: all.
+        devices: that take part, ascending; None: all.
 
     Raises:
         StrategyError: fewer samples than devices.
     """
-    used = [k for k, own in enumerate(cluster.node_of()) if node in (None, own)]
+    node_of = cluster.node_of()
+    used = list(range(cluster.n_devices)) if devices is None else list(devices)
     if batch < len(used):
         raise StrategyError(
             f"data parallel needs a sample per device: batch {batch} on {len(used)} devices"
         )
     cut: Cut = list(shares) if shares is not None else len(used)
     name = "ddp" if shares is None else "ddp by speed"
-    name += "" if node is None else f" on {cluster.nodes[node].name}"
+    if len(used) < cluster.n_devices:
+        nodes = {node_of[k] for k in used}
+        is_node = len(nodes) == 1 and len(used) == node_of.count(node_of[used[0]])
+        name += f" on {cluster.nodes[nodes.pop()].name if is_node else f'{len(used)} devices'}"
     return _build(name, graph, batch, lambda op: cut_or_whole(op, graph, batch, SAMPLE, cut, used))
 
 

@@ -175,6 +175,8 @@ def test_the_place_of_an_unlike_node_in_the_cluster_does_not_matter(at, is_slow)
     sets = Space(simulator.costs(8), cluster, simulator.placed).menus[1]
     others = [(at + 1) % 6, at] if not is_slow else [k for k in range(6) if k != at]
     assert sorted(others) in [plan.devices for plan in sets]
+    named = {one.name: one for one in standard_strategies(simulator, 8)}
+    assert named[f"ddp on {len(others)} devices"].operators["fc0"].devices == sorted(others)
 
 
 def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():

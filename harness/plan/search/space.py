@@ -31,7 +31,7 @@ from harness.plan.bottleneck import Balanced, balance, balance_in_turn
 from harness.plan.patterns import experts_of
 from harness.plan.report import memory_saved
 from harness.plan.simulate.costs import Costs
-from harness.plan.simulate.network import Network
+from harness.plan.simulate.network import SLOWER, Network
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
 
@@ -280,7 +280,7 @@ def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:
         shares = proportional_shares(seconds, batch)
         if shares is not None:
             yield builders.ddp(graph, cluster, batch, shares=shares)
-    yield from _ddp_in_node(simulator, batch, seconds)
+    yield from _ddp_on_part(simulator, batch, seconds)
     yield builders.tensor_parallel(graph, cluster, batch)
     if any(op.kind == "linear" for op in graph.operators) or experts_of(graph).inside:
         yield builders.hybrid(graph, cluster, batch)
@@ -289,19 +289,26 @@ def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     yield from _pipelines(simulator, batch)
 
 
-def _ddp_in_node(simulator: Simulator, batch: int, seconds: Sequence[float]) -> Iterator[Strategy]:
-    """Data parallel on the node that computes most, of several nodes with slow links between them.
+def _ddp_on_part(simulator: Simulator, batch: int, seconds: Sequence[float]) -> Iterator[Strategy]:
+    """Data parallel on the node that computes most, for slow links between nodes; and without the
+    devices that are slower than others, or whose links are.
 
     Args:
         seconds: of the batch on each device.
     """
-    node_of = simulator.cluster.node_of()
-    rates = np.bincount(node_of, 1 / np.maximum(seconds, 1e-30))
-    node = int(rates.argmax())
-    own = [one for one, at in zip(seconds, node_of, strict=True) if at == node]
-    if 1 < len(own) < len(seconds) and len(own) <= batch:
-        shares = proportional_shares(own, batch)
-        yield builders.ddp(simulator.graph, simulator.cluster, batch, shares=shares, node=node)
+    network, node_of = simulator.network, simulator.cluster.node_of()
+    node = int(np.bincount(node_of, 1 / np.maximum(seconds, 1e-30)).argmax())
+    parts = [tuple(k for k, at in enumerate(node_of) if at == node)]
+    order, is_slow = network.promising(seconds), network.has_slow_link
+    for k, (a, b) in enumerate(pairwise(order), 1):
+        if is_slow[a] != is_slow[b] or seconds[b] > SLOWER * seconds[a]:
+            parts.append(tuple(sorted(order[:k])))
+    for devices in dict.fromkeys(parts):
+        if 1 < len(devices) < len(seconds) and len(devices) <= batch:
+            shares = proportional_shares([seconds[k] for k in devices], batch)
+            yield builders.ddp(
+                simulator.graph, simulator.cluster, batch, shares=shares, devices=devices
+            )
 
 
 def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:

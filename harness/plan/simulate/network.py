@@ -181,17 +181,23 @@ class Network:
             rate = min(rate, float(self.nic[self.node_of[a]]), float(self.nic[self.node_of[b]]))
         return rate
 
+    @property
+    def has_slow_link(self) -> list[bool]:
+        """Whether the fastest link of each device to other nodes is slower than other devices'."""
+        nic = self.nic[self.node_of]
+        rates = np.minimum(self.bandwidth, np.minimum.outer(nic, nic))
+        rates[self.node_of[:, None] == self.node_of] = 0.0
+        best = rates.max(axis=1)
+        found: list[bool] = (best * SLOWER < best.max()).tolist()
+        return found
+
     def promising(self, device_s: Sequence[float]) -> tuple[int, ...]:
         """All devices, those whose links to other nodes are slow last, else the fastest first.
 
         Args:
             device_s: seconds of the model on each device.
         """
-        nic = self.nic[self.node_of]
-        rates = np.minimum(self.bandwidth, np.minimum.outer(nic, nic))
-        rates[self.node_of[:, None] == self.node_of] = 0.0
-        best = rates.max(axis=1)
-        is_slow = best * SLOWER < best.max()
+        is_slow = self.has_slow_link
         return tuple(sorted(range(self.n_devices), key=lambda d: (is_slow[d], device_s[d], d)))
 
     def transfer_s(self, a: int, b: int, n_bytes: float) -> float:
