@@ -69,6 +69,7 @@ KIND_COLOURS = PHASE_COLOURS | {
     "communication": PHASE_COLOURS["exposed_communication"],
     "recompute": "#CC79A7",
 }
+LONGEST_TITLE, LONGEST_ENTRY = 60, 120  # letters above a panel of bars, and in a legend
 MAX_FAILURES = 10  # that are listed below a figure
 FEWEST = 8  # values that a 99 % interval of the median needs
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
@@ -127,7 +128,7 @@ def _shade(colour: str, variant: str) -> str:
     return "#" + "".join(f"{round(c + (end - c) * abs(amount)):02X}" for c in channels)
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
+def by_number(name: str) -> list[tuple[int, str]]:
     """A key by which `rank 2` is before `rank 10`."""
     numbers = [(find_int(part), part) for part in DIGITS.split(name)]
     return [(-1, part) if number is None else (number, "") for number, part in numbers]
@@ -137,7 +138,7 @@ def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of each name, by its place in the sorted names; no two are equal."""
     return {
         name: (SERIES[i % len(SERIES)], MARKERS[(i + i // len(SERIES)) % len(MARKERS)])
-        for i, name in enumerate(sorted(set(names), key=_by_number))
+        for i, name in enumerate(sorted(set(names), key=by_number))
     }
 
 
@@ -266,7 +267,7 @@ def draw_bar_panels(
     canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
     panels = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, rows) in zip(panels, named, strict=True):
-        axes.set_title(str(name))
+        axes.set_title(shorten(str(name), LONGEST_TITLE))
         draw(axes, str(name), rows)
     return list(panels)
 
@@ -336,9 +337,8 @@ def joint_legend(canvas: Canvas, panels: Iterable[Axes], *, n_columns: int) -> N
     n_columns = max(1, min(n_columns, len(entries), int(WIDTH_IN / longest_in)))
     n_more = math.ceil(len(entries) / n_columns) - 1
     canvas.set_figheight(canvas.get_figheight() + n_more * LEGEND_ROW_IN)
-    canvas.legend(
-        list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
-    )
+    names = [shorten(words, LONGEST_ENTRY) for words in entries]
+    canvas.legend(list(entries.values()), names, loc="outside upper center", ncols=n_columns)
 
 
 def flops_unit(flops_per_s: float) -> tuple[float, str]:

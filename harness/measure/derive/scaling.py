@@ -24,7 +24,7 @@ class ScalingPoint:
     Attributes:
         series: name of the comparison; only points of one series are compared.
         strategy: of all points of the series.
-        work: total samples or FLOPs.
+        work: total, in `unit`.
         time: seconds.
         is_baseline: one device, which is the first point of every series of its `family`.
         family: name shared by series with the same baseline.
@@ -36,6 +36,7 @@ class ScalingPoint:
     n_devices: int
     work: float
     time: Summary
+    unit: Literal["samples", "FLOPs"] = "samples"
     is_baseline: bool = False
 
 
@@ -64,6 +65,11 @@ class EfficiencyRow:
         """Rate over the baseline's rate."""
         point, base = self.point, self.baseline
         return (point.work / point.time.median) / (base.work / base.time.median)
+
+    @property
+    def problem(self) -> float:
+        """The work that is equal along the line of a series: of all devices, or of one."""
+        return _work(self.baseline, self.scaling)
 
     def _ratio(self, base_s: float, point_s: float) -> float:
         """Rate per device over the baseline's."""

@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Any
 
 from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.run import Headed
+from harness.domain.run import Headed, telling_flags
 from harness.inputs import MOST_NUMBER
 
 ONE_DEVICE = "single device"  # which `search` calls a plan of one device, and no more words
@@ -19,7 +19,7 @@ STRATEGY_FLAGS = frozenset({
     "search_budget", "trials", "memory",
 }) - {"freeze", "change"}  # fmt: skip
 # Flags that define a strategy or its search; compared runs agree in all others.
-COMPARED = STRATEGY_FLAGS - {"stages"} | {
+COMPARED = STRATEGY_FLAGS | {
     *CHANGING, "freeze_alpha", "freeze_interval", "unfreeze", "survive", "rejoin",
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
     "sync_every", "outer_lr", "outer_momentum",
@@ -57,6 +57,17 @@ def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]
         name: value
         for name, value in run.header.config.items()
         if name not in left_out and not is_off(value)
+    }
+
+
+def own_settings(run: Headed) -> dict[str, Any]:
+    """The settings that define the run's strategy or its search, without those that are off or
+    that it does not use: equal for repeats."""
+    used = telling_flags("train", run.header.config)
+    return {
+        name: value
+        for name, value in used.items()
+        if name in COMPARED and name != "n_ranks" and not is_off(value)
     }
 
 

@@ -11,7 +11,13 @@ from statistics import median
 from typing import Literal
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
-from harness.measure.derive.settings import ONE_DEVICE, configured, rest_of_config
+from harness.measure.derive.settings import (
+    ONE_DEVICE,
+    configured,
+    own_settings,
+    rest_of_config,
+    telling_settings,
+)
 from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
@@ -23,6 +29,7 @@ class StrategyRow:
 
     Attributes:
         workload: model, dtype and batch; only rows of one workload are compared.
+        settings: those that tell it from others of its name; empty without such others.
         n_started: repeats, including failed ones.
         failures: the status of each repeat that did not end ok.
         step_s: the median step of each repeat that ended ok; empty when none did.
@@ -44,6 +51,7 @@ class StrategyRow:
     failures: tuple[Status, ...]
     step_s: tuple[float, ...]
     throughput: float | None
+    settings: str = ""
     unit: Literal["step", "epoch"] = "step"
     interval: Summary | None = None
     run_ids: tuple[str, ...] = ()
@@ -57,8 +65,8 @@ class StrategyRow:
 
     @property
     def strategy(self) -> str:
-        """The name with the number of ranks: `ddp on 5`."""
-        return f"{self.name} on {self.n_ranks}"
+        """The name with the number of ranks, and settings: `ddp on 5`."""
+        return " · ".join(filter(None, (f"{self.name} on {self.n_ranks}", self.settings)))
 
     @property
     def ratio(self) -> str:
@@ -99,13 +107,28 @@ def _compared(group: Sequence[tuple[Headed, TrainingSummary]]) -> list[StrategyR
     by_strategy: dict[tuple[bool, bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name, because repeats run in random order.
-        name, digest = summary.strategy, configured(run, "strategy_digest")
+        name, own = summary.strategy, json.dumps(own_settings(run), sort_keys=True)
         is_single = configured(run, "strategy") == "single"
-        place = (name != "single", not is_single, name, summary.n_ranks, digest)
+        place = (name != "single", not is_single, name, summary.n_ranks, own)
         by_strategy.setdefault(place, []).append((run, summary))
-    rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
+    rows = _told_apart([by_strategy[place] for place in sorted(by_strategy)])
     baseline = next((row for row in rows if row.step_s), None)
     return rows if baseline is None else [_against(baseline, row) for row in rows]
+
+
+def _told_apart(
+    strategies: Sequence[Sequence[tuple[Headed, TrainingSummary]]],
+) -> list[StrategyRow]:
+    """A row for each strategy; those of equal names with the settings that differ."""
+    rows = [_row(repeats) for repeats in strategies]
+    alike: dict[str, list[int]] = {}
+    for at, row in enumerate(rows):
+        alike.setdefault(row.strategy, []).append(at)
+    for places in alike.values():
+        told = telling_settings([own_settings(strategies[at][0][0]) for at in places])
+        for at, settings in zip(places, told, strict=True):
+            rows[at] = replace(rows[at], settings=settings)
+    return rows
 
 
 def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
-from harness.measure.derive.settings import BETWEEN_STEPS, rest_of_config, telling_settings
+from harness.measure.derive.settings import (
+    BETWEEN_STEPS,
+    own_settings,
+    rest_of_config,
+    telling_settings,
+)
 from harness.measure.statistics import Summary
 from harness.plot.catalog import (
     Catalog,
@@ -27,6 +32,7 @@ from harness.plot.style import (
     LEGEND_ROW_IN,
     MUTED,
     WIDTH_IN,
+    by_number,
     colour_of,
     joint_legend,
     move_clear,
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import BboxBase
 
 LABEL_PT = 8
+HIGHEST_PT = 3 * LABEL_PT  # of a label above its point; farther away it names no point
 # Properties in the name of every series; others are in it where they differ.
 NAMED = ("strategy", "model", "dtype", "devices")
 # Settings that may differ between a series and its baseline, or that are properties anyway.
@@ -97,11 +104,25 @@ def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
     for _, of_model in groupby(zip(cases, properties, strict=True), lambda pair: pair[1]["model"]):
         own = list(of_model)
         told = telling_settings([_problem(case) for case, _ in own])
+        of_strategy = _strategies_told([case for case, _ in own])
         for (case, words), settings in zip(own, told, strict=True):
-            named = [*(words[name] for name in shown), settings, _variables_words(case, variables)]
+            named = [words[name] for name in shown]
+            named += [of_strategy[id(case)], settings, _variables_words(case, variables)]
             series = f"{' · '.join(filter(None, named))}, by {case.first.unit}"
             points += _training_point(case, series, words["data"])
     return points
+
+
+def _strategies_told(cases: Iterable[TrainingCase]) -> dict[int, str]:
+    """The settings that tell strategies of one name apart, by the case's id."""
+    by_name: dict[str, list[TrainingCase]] = defaultdict(list)
+    for case in cases:
+        by_name[case.first.strategy].append(case)
+    found: dict[int, str] = {}
+    for alike in by_name.values():
+        told = telling_settings([own_settings(case.case.runs[0]) for case in alike])
+        found |= zip(map(id, alike), told, strict=True)
+    return found
 
 
 def _variables_words(case: TrainingCase, names: Iterable[str]) -> str:
@@ -150,16 +171,31 @@ def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
                     n_devices=n_ranks,
                     work=flops,
                     time=merged(times),
+                    unit="FLOPs",
                 )
             )
     return points
 
 
-def _row(result: EfficiencyRow) -> dict[str, Any]:
+def _lines(results: Iterable[EfficiencyRow]) -> Iterator[tuple[EfficiencyRow, str]]:
+    """Each result with the name of its line: the series, and its problem if it has several."""
+    known = list(results)
+    problems: dict[tuple[str, str], set[float]] = defaultdict(set)
+    for result in known:
+        problems[result.scaling, result.point.series].add(result.problem)
+    for result in known:
+        series, unit = result.point.series, result.point.unit
+        if len(problems[result.scaling, series]) > 1:
+            each = " per device" if result.scaling == "weak" else ""
+            series += f", {format_number(result.problem)} {unit}{each}"
+        yield result, series
+
+
+def _row(result: EfficiencyRow, line: str) -> dict[str, Any]:
     point = result.point
     return {
         "scaling": result.scaling,
-        "label": point.series,
+        "label": line,
         "strategy": point.strategy,
         "n_devices": point.n_devices,
         "status": "ok",
@@ -175,12 +211,14 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
 
 
 def rows(catalog: Catalog) -> Rows:
-    """A row per kind of scaling, series and number of devices; then rows that are not ok."""
+    """A row per line, kind of scaling and number of devices; then rows that are not ok."""
     points = [*_training_points(catalog.training), *_summa_points(catalog)]
     results = [*scaling_table(points, "strong"), *scaling_table(points, "weak")]
     # Series that share a baseline have its row in common.
-    found = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]
-    found.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
+    distinct = {(r.scaling, r.point): r for r in results}.values()
+    found = [_row(result, line) for result, line in _lines(distinct)]
+    # By label first, so that the lines that are drawn of many are of both kinds.
+    found.sort(key=lambda row: (by_number(row["label"]), row["scaling"], row["n_devices"]))
     failed = [
         {
             **case.case.identity,
@@ -213,6 +251,9 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     taken: list[BboxBase] = []
     for note in sorted(chain(*notes), key=lambda note: note.xy[1]):
         move_clear(note, taken, LABEL_PT)
+        if note.xyann[1] > HIGHEST_PT:
+            note.remove()
+            taken.pop()
 
 
 def _draw_panel(
@@ -230,7 +271,7 @@ def _draw_panel(
         axes.set_xticks([])
         return []
     notes: list[Annotation] = []
-    for label, points in rows.groupby("label", sort=True):
+    for label, points in rows.groupby("label", sort=False):
         values = points["efficiency"] * 100
         colour = colour_of(points["strategy"].iloc[0])
         # A series starts at its baseline, which may be another strategy's run on one device.
@@ -258,7 +299,7 @@ def _draw_panel(
                 fontsize=LABEL_PT,
             )  # fmt: skip
             notes.append(note)
-    axes.set_xticks(sorted(rows["n_devices"].unique()))
+    axes.set_xticks(sorted({*rows["n_devices"], *rows["baseline_devices"]}))
     axes.margins(x=0.12)
     return notes
 
@@ -268,8 +309,8 @@ FIGURE = Figure(
         "How much of the ideal speed-up remains with more devices. Strong scaling divides a fixed "
         "problem: t(1) / (n t(n)). Weak scaling gives each device a fixed problem: t(1) / t(n). "
         "The problem is a global batch, the samples of an epoch or the FLOPs of a product. 100 % "
-        "(grey) is ideal. Points of a series agree in settings and environment variables. It "
-        "starts at its run on the fewest devices; its line is dashed between points that are more "
+        "(grey) is ideal. Points of a line agree in problem, settings and environment variables. "
+        "It starts at its run on the fewest devices, and is dashed between points that are more "
         "than a doubling apart. If a run has unlike devices, its "
         "series starts at the first rank's device, so 100 % is not the ideal. "
         f"{spread_caption('Whiskers')}"

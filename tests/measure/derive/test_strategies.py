@@ -71,6 +71,18 @@ def test_separate_repeats_are_faster_by_the_ratio_of_their_medians():
     assert row.speedup == pytest.approx(3.04 / 1.04)
 
 
+def test_runs_by_other_settings_of_a_search_are_no_repeats():
+    runs = [trained("searched", 2, 3.0 - k, trials=k, predict=k > 1) for k in (1, 1, 2)]
+    first, second = table(*runs)
+    assert [row.strategy for row in (first, second)] == [
+        f"searched on 2 · trials {k}" for k in (1, 2)
+    ]
+    assert (first.n_started, second.n_started, second.speedup) == (2, 1, 2.0)
+    # ddp has no use for this flag.
+    alike = [trained("ddp", 2, 3.0, trials=k) for k in (1, 2)]
+    assert [row.n_started for row in table(*alike, trained("single", 1, 1.0))] == [1, 2]
+
+
 def test_a_failed_repeat_counts_as_started_only():
     failed = trained("ddp", 2, 1.0, status="oom")
     rows = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0), failed)

@@ -193,7 +193,8 @@ def test_files_of_one_name_are_told_apart():
     runs = [make_run(file, 0, engine="executor") for file in files]
     runs += [make_run("plan.json", 1, engine="executor", strategy_digest="edited since")]
     names = [row[0] for row in rows(runs)[1:5]]
-    assert names == ["a-search on 2", "b-search on 2", "plan on 2", "plan on 2"]
+    edited = "plan on 2 · strategy_digest edited since"
+    assert names == ["a-search on 2", "b-search on 2", edited, "plan on 2"]
 
 
 def test_staleness_is_said():
