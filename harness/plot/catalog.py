@@ -39,7 +39,7 @@ from harness.measure.derive.training import (
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Found, Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
-from harness.plot.style import shorten
+from harness.plot.style import by_number, shorten
 from harness.units import format_number
 
 MOST = 2
@@ -354,6 +354,7 @@ class Catalog:
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]
             label = " · ".join(word for word in words if word)
-            order = (first.model, case.n_devices, case.cluster, first.strategy, batch or 0, label)
+            strategy = by_number(first.strategy)
+            order = (first.model, case.n_devices, case.cluster, strategy, batch or 0, label)
             cases.append((order, TrainingCase(case=case, label=label, summaries=summaries)))
         return _unique_labels([case for _, case in sorted(cases, key=itemgetter(0))])

@@ -13,6 +13,7 @@ from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.plot.catalog import Catalog
 from harness.plot.predicted import cells, planned_cases
+from harness.plot.style import by_number
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
 
@@ -34,9 +35,10 @@ class Answer:
 def answers(catalog: Catalog) -> list[Answer]:
     """An answer for each comparison of two or more strategies, the largest comparison first; one
     that says so where there is none."""
+    named = sorted(cells(catalog.training).items(), key=lambda one: by_number(one[0]))
     tables = [
         (cell, rows)
-        for cell, cases in sorted(cells(catalog.training).items())
+        for cell, cases in named
         for rows in strategy_tables(
             repeat for case in cases for repeat in zip(case.case.runs, case.summaries, strict=True)
         )

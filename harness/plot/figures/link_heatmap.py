@@ -28,10 +28,11 @@ def _rows(case: RepeatGroup) -> Rows:
 
 
 def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
-    """Medians over repeats; a pair that no repeat measured has no row."""
+    """Medians over the repeats with the largest message; a pair that none measured has no row."""
     base = case.identity | {"label": f"{case.cluster} · {transport}"}
-    names = matrices[0].names
-    like = [m for m in matrices if m.names == names]
+    largest = max(matrices, key=lambda matrix: matrix.n_bytes)
+    names = largest.names
+    like = [m for m in matrices if (m.names, m.n_bytes) == (names, largest.n_bytes)]
     stacks = {
         "bandwidth_bytes_per_s": np.stack([m.bandwidth_bytes_per_s for m in like]),
         "latency_s": np.stack([m.latency_s for m in like]),
@@ -52,7 +53,7 @@ def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
                     "target": j,
                     "source_name": source,
                     "target_name": target,
-                    "message_bytes": like[0].n_bytes or None,
+                    "message_bytes": largest.n_bytes or None,
                 }
                 | {k: _median(k, v) if v.size else None for k, v in known.items()}
                 | _spread([m for m in like if (i, j) in m.transfers], (i, j))

@@ -14,6 +14,7 @@ from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import RunNumbers
 from harness.plot.style import (
+    by_number,
     colour_of,
     grid_panels,
     joint_legend,
@@ -107,7 +108,7 @@ def _has(steps: pd.DataFrame, name: str) -> bool:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Two panels for each workload, by step and by time, with a line for each strategy."""
     known = table[table["step"].notna()]
-    groups = list(known.groupby("workload", sort=True))
+    groups = sorted(known.groupby("workload"), key=lambda group: by_number(str(group[0])))
     # Dashes tell variants of a strategy apart, whose colours are alike.
     dashes = {line: DASHES[n % len(DASHES)] for n, line in enumerate(known["line"].unique())}
     panels = grid_panels(canvas, 2 * len(groups), height_in=3.0)

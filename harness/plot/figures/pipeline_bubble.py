@@ -82,9 +82,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         box = {"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"}
         write_beside(axes, f"{value:.1f} %{range_words(row['n_values'])}", 0, y, bbox=box)
     label_bars(axes, [_label(row) for _, row in means.iterrows()])
-    axes.set_xlim(
-        0, min(112.0, max(5.0, float(rows[["bubble", "predicted_bubble"]].max().max()) * 110))
-    )
+    most = float(rows[["bubble", "predicted_bubble", "high"]].max().max())
+    axes.set_xlim(0, min(112.0, max(5.0, most * 110)))
     axes.set_xlabel("% of a step in which a rank neither computes nor updates")
 
 

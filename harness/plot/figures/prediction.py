@@ -130,8 +130,8 @@ def _draw_points(axes: Axes, known: pd.DataFrame, scale: float) -> None:
 
 def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
     """Name the worst predictions next to their points."""
-    worst = known[known["error"].abs() > MISS].drop_duplicates("label")
-    worst = worst.reindex(worst["error"].abs().sort_values(ascending=False).index)[:MAX_NAMED]
+    missed = known[known["error"].abs() > MISS].sort_values("error", key=abs, ascending=False)
+    worst = missed.drop_duplicates("label")[:MAX_NAMED]
     low, high = np.log(axes.get_xlim())
     taken: list[BboxBase] = []
     for _, row in worst.iterrows():

@@ -11,6 +11,7 @@ from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
+    by_number,
     colour_of,
     draw_bar_panels,
     joint_legend,
@@ -67,7 +68,7 @@ def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
 def rows(catalog: Catalog) -> Rows:
     """A row per strategy of each cell that has two or more, fastest predicted first; those that
     failed have no measured step."""
-    found = sorted(competing(planned_cases(catalog)).items())
+    found = sorted(competing(planned_cases(catalog)).items(), key=lambda one: by_number(one[0]))
     return [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
 
 

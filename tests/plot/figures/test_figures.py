@@ -30,11 +30,18 @@ from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
-from harness.plot.headlines import warnings
+from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
 from harness.plot.report import _strategy_row, format_value, header_of, present
-from harness.plot.style import STRATEGIES, drawing_style, joint_legend, note_cut, wrap_label
+from harness.plot.style import (
+    STRATEGIES,
+    draw_bar_panels,
+    drawing_style,
+    joint_legend,
+    note_cut,
+    wrap_label,
+)
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +274,7 @@ def test_strategies_of_other_settings_are_in_cells_of_their_own(tmp_path):
     write_training(tmp_path, "one", train_config("single", 32, n_layers=12), make_cluster(1))
     found = cells(catalog_of(tmp_path).training)
     names = {cell: sorted(case.first.strategy for case in own) for cell, own in found.items()}
+    assert [one.cell for one in answers(catalog_of(tmp_path))] == list(names)  # 2 before 12
     cell = "resnet50 · batch 32 · fp32 · 2 × RTX 3070, 1 Gbit/s"
     assert names == {
         f"{cell} · n_layers 2": ["ddp", "pipeline"],
@@ -281,6 +289,31 @@ def test_a_model_of_another_size_is_no_baseline_of_scaling(tmp_path):
     table = table_of("scaling", catalog_of(tmp_path))
     assert set(table["label"].str.contains("n_layers 12")) == {True}
     assert table["n_devices"].tolist() == [1, 2]
+
+
+def test_each_problem_of_a_series_is_a_line_of_its_own(tmp_path):
+    for n, batch in ((1, 32), (2, 32), (1, 256), (2, 256), (4, 256)):
+        config = train_config("ddp", batch)
+        write_training(tmp_path, f"{n}-{batch}", config, make_cluster(n), 0.1, 0.0)
+    table = table_of("scaling", catalog_of(tmp_path))
+    series = "ddp · resnet50 · fp32 · RTX 3070, by step"
+    assert table.groupby("label", sort=False)["n_devices"].agg(list).to_dict() == {
+        f"{series}, 32 samples": [1, 2],
+        f"{series}, 256 samples": [1, 2, 4],
+    }
+
+
+def test_strategies_of_one_name_are_told_apart_on_a_scale(tmp_path):
+    write_training(tmp_path, "one", train_config("single", 32), make_cluster(1))
+    for stages in (2, 4):
+        config = train_config("pipeline", 32, stages=stages)
+        write_training(tmp_path, f"{stages}", config, make_cluster(4), 0.1, 0.0)
+    found = catalog_of(tmp_path)
+    (answer,) = answers(found)
+    names = [f"pipeline on 4 · stages {n}" for n in (2, 4)]
+    assert [row.strategy for _, row in answer.rows] == ["single on 1", *names]
+    ends = table_of("scaling", found).loc[lambda rows: rows["n_devices"] == 4, "label"]
+    assert [label.partition("stages")[2] for label in ends] == [" 2, by step", " 4, by step"]
 
 
 def test_runs_under_other_environment_variables_are_series_of_their_own(tmp_path):
@@ -365,6 +398,19 @@ def test_heat_map_shows_the_slow_node_in_both_directions(catalog):
     assert len(slow) == 8
     ends = zip(slow["source_name"], slow["target_name"], strict=True)
     assert all("tesla4" in pair for pair in ends)
+
+
+def test_heat_map_merges_messages_of_one_size_only(tmp_path):
+    pair = {"source": 0, "target": 1, "transport": "nccl"}
+    for name, n_bytes, time_s in (("a", 2**18, 1.0), ("b", 2**22, 2.0), ("c", 2**22, 4.0)):
+        labels = pair | {"n_bytes": n_bytes}
+        sent = Sample(metric="link_transfer_s", value=time_s, labels=labels)
+        header = make_header("links", {}, make_cluster(2), run_id=name)
+        write_run(tmp_path, header, {0: [sent], 1: []})
+    (row,) = table_of("link_heatmap", tmp_path).to_dict("records")
+    assert (row["message_bytes"], row["n_repeats"]) == (2**22, 2)
+    assert row["bandwidth_bytes_per_s"] == 2**22 / 3
+    assert (row["low_bytes_per_s"], row["high_bytes_per_s"]) == (2**20, 2**21)
 
 
 def test_device_load_keeps_time_and_device(catalog):
@@ -570,10 +616,14 @@ def test_names_of_neighbouring_points_do_not_cover_each_other():
     axes = Canvas().add_subplot()
     axes.set_xlim(0.01, 0.3)
     points = [("ddp", 0.104, -0.33), ("searched", 0.119, -0.41), ("hybrid", 0.11, -0.37)]
+    points.insert(0, ("ddp", 0.1, -0.3))  # another repeat, not as far off
     known = pd.DataFrame(points, columns=["strategy", "measured_s", "error"])
     _name_misses(axes, known.assign(label=known["strategy"], model="net", predicted_s=0.07), 1.0)
     places = [note.get_window_extent() for note in axes.texts]
     assert [place.count_overlaps(places) for place in places] == [1, 1, 1]  # each its own
+    assert {note.get_text() for note in axes.texts} == {
+        "net ddp -33%", "net searched -41%", "net hybrid -37%"
+    }  # fmt: skip
 
 
 def test_names_of_misses_clear_each_other_where_the_layout_has_put_them():
@@ -617,6 +667,27 @@ def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
     assert [place.count_overlaps(places) for place in places] == [1, 1]
 
 
+def test_a_crowd_of_lines_leaves_its_labels_at_their_points():
+    table = pd.DataFrame({"label": [f"{n}" for n in range(20)], "efficiency": 0.9})
+    same = {"scaling": "strong", "strategy": "ddp", "n_devices": 5, "baseline_devices": 1}
+    same |= {"low": 0.9, "high": 0.9, "status": "ok", "reason": ""}
+    canvas = Canvas(layout="constrained")
+    draw_scaling(table.assign(**same), canvas)
+    canvas.draw_without_rendering()
+    panel = canvas.axes[0]
+    assert panel.texts
+    assert all(note.get_window_extent().y1 < panel.get_window_extent().y1 for note in panel.texts)
+
+
+def test_the_interval_of_a_bubble_ends_within_its_panel():
+    row = {"model": "net", "label": "pipeline", "strategy": "pipeline", "status": "ok"}
+    row |= {"reason": "", "n_stages": 2, "n_microbatches": 2, "n_values": 6, "rank": None}
+    row |= {"bubble": 0.5, "predicted_bubble": 0.3, "low": 0.3, "high": 0.9}
+    canvas = Canvas()
+    load_figure("pipeline_bubble").draw(pd.DataFrame([row]), canvas)
+    assert canvas.axes[0].get_xlim()[1] >= 90
+
+
 def test_the_title_of_a_model_with_a_long_name_ends_within_the_figure():
     steps = {"step": [0, 7], "time_s": [0.2, 4.5], "loss": [0.69315, 0.69350]}
     name = "a_very_long_package_name.with_modules.models:make_the_transformer"
@@ -627,3 +698,19 @@ def test_the_title_of_a_model_with_a_long_name_ends_within_the_figure():
         canvas.draw_without_rendering()
         ends = [axes.get_tightbbox().x1 for axes in canvas.axes]
     assert max(ends) <= canvas.bbox.x1
+
+
+def test_long_names_end_within_the_figure_in_titles_and_legends_of_bars():
+    with drawing_style():
+        canvas = Canvas(layout="constrained")
+        name = "a_long_package_name.with_modules" * 5
+
+        def draw(axes, model, rows):
+            axes.plot([0, 1], label=name)
+
+        panels = draw_bar_panels(canvas, [(name, pd.DataFrame({"a": [1]}))], draw)
+        joint_legend(canvas, panels, n_columns=2)
+        canvas.draw_without_rendering()
+        (legend,) = canvas.legends
+        ends = panels[0].get_tightbbox(), legend.get_window_extent()
+    assert all(one.x0 >= 0 and one.x1 <= canvas.bbox.x1 for one in ends)
