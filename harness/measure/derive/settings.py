@@ -18,11 +18,12 @@ STRATEGY_FLAGS = frozenset({
     "recompute", "recompute_segments", "reduce_dtype", "shard_state", "search_seconds",
     "search_budget", "trials", "memory",
 }) - {"freeze", "change"}  # fmt: skip
-# Flags that define a strategy or its search; compared runs agree in all others.
+# Flags that define a strategy or its search, and the file of an imported log; compared runs agree
+# in all others.
 COMPARED = STRATEGY_FLAGS | {
     *CHANGING, "freeze_alpha", "freeze_interval", "unfreeze", "survive", "rejoin",
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
-    "sync_every", "outer_lr", "outer_momentum",
+    "sync_every", "outer_lr", "outer_momentum", "source",
 }  # fmt: skip
 # Settings of a run that goes on with another.
 _CONTINUING = ("continues", "load_state", "asked_strategy")
@@ -61,8 +62,8 @@ def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]
 
 
 def own_settings(run: Headed) -> dict[str, Any]:
-    """The settings that define the run's strategy or its search, without those that are off or
-    that it does not use: equal for repeats."""
+    """The settings in which compared runs may differ, without those that are off or that the run
+    does not use: equal for repeats."""
     used = telling_flags("train", run.header.config)
     return {
         name: value

@@ -29,7 +29,7 @@ class StrategyRow:
 
     Attributes:
         workload: model, dtype and batch; only rows of one workload are compared.
-        settings: those that tell it from others of its name; empty without such others.
+        settings: those, or the run, that tell it from others of its name; empty without others.
         n_started: repeats, including failed ones.
         failures: the status of each repeat that did not end ok.
         step_s: the median step of each repeat that ended ok; empty when none did.
@@ -125,8 +125,11 @@ def _told_apart(
     for at, row in enumerate(rows):
         alike.setdefault(row.strategy, []).append(at)
     for places in alike.values():
-        told = telling_settings([own_settings(strategies[at][0][0]) for at in places])
-        for at, settings in zip(places, told, strict=True):
+        firsts = [strategies[at][0][0] for at in places]
+        told = telling_settings([own_settings(run) for run in firsts])
+        for at, run, words in zip(places, firsts, told, strict=True):
+            run_id = run.header.run_id if told.count(words) > 1 else ""
+            settings = " · ".join(filter(None, (words, run_id)))
             rows[at] = replace(rows[at], settings=settings)
     return rows
 

@@ -83,6 +83,13 @@ def test_runs_by_other_settings_of_a_search_are_no_repeats():
     assert [row.n_started for row in table(*alike, trained("single", 1, 1.0))] == [1, 2]
 
 
+def test_logs_of_other_programs_are_compared_and_no_repeats():
+    names = ("zero1", "zero2", "zero2")
+    rows = table(*(trained(names[k], 2, 3.0 - k, source=f"{k}.log") for k in range(3)))
+    assert [row.strategy for row in rows] == ["zero1 on 2", "zero2 on 2 · run", "zero2 on 2 · run"]
+    assert [row.speedup for row in rows] == [None, 1.5, 3.0]
+
+
 def test_a_failed_repeat_counts_as_started_only():
     failed = trained("ddp", 2, 1.0, status="oom")
     rows = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0), failed)
