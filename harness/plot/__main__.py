@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object: files, tables, skipped runs and lines",
+        help="print one JSON object: answers, warnings, files, tables, skipped runs and lines",
     )
     return parser
 
@@ -116,7 +116,7 @@ def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
     from harness.measure.store import find_runs, without_samples, write_atomically
     from harness.plot.catalog import read_catalog, read_validations
-    from harness.plot.headlines import answers
+    from harness.plot.headlines import answers, warnings
     from harness.plot.render import Timings, render
     from harness.plot.report import build_report
 
@@ -138,9 +138,9 @@ def _plot(args: argparse.Namespace) -> int:
     rendered = render(catalog, names, args.output, args.format, timings)
     report = args.output / "report.html"
     answered = rendered.attempt("answers", lambda: answers(catalog)) or []
-    write_atomically(
-        report, build_report(catalog, rendered, answered, args.results).encode(errors="replace")
-    )
+    doubts = rendered.attempt("warnings", lambda: warnings(catalog)) or {}
+    page = build_report(catalog, rendered, answered, doubts, args.results)
+    write_atomically(report, page.encode(errors="replace"))
     timings.end("report")
     if args.timings:
         for name, seconds in timings.seconds.items():
@@ -148,18 +148,33 @@ def _plot(args: argparse.Namespace) -> int:
     _complain([f"skipped {path}: {one_line(reason)}" for path, reason in catalog.skipped])
     _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
     if args.json:
-        _print_json(report, catalog, rendered, answered)
+        _print_json(report, catalog, rendered, answered, doubts)
     else:
         _print_drawn(report, rendered, answered)
     return FAILED if rendered.failed else 0
 
 
 def _print_json(
-    report: Path, catalog: Catalog, rendered: Rendered, answered: Sequence[Answer]
+    report: Path,
+    catalog: Catalog,
+    rendered: Rendered,
+    answered: Sequence[Answer],
+    doubts: Mapping[str, Sequence[str]],
 ) -> None:
     document = {
         "report": str(report),
-        "answers": [{"cell": a.cell, "sentence": a.sentence} for a in answered],
+        "answers": [
+            {
+                "cell": answer.cell,
+                "sentence": answer.sentence,
+                "strategies": [
+                    {"cell": cell, "strategy": row.strategy} | dataclasses.asdict(row)
+                    for cell, row in answer.rows
+                ],
+            }
+            for answer in answered
+        ],
+        "warnings": doubts,
         "files": [str(file) for d in rendered.drawn for file in d.files],
         "missing": rendered.missing,
         "failed": rendered.failed,

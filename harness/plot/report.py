@@ -12,7 +12,7 @@ import base64
 import math
 import numbers
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,7 @@ from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
-from harness.plot.headlines import Answer, library_versions, warnings
+from harness.plot.headlines import Answer, library_versions
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import Drawn, Rendered
 from harness.plot.style import status_words
@@ -272,7 +272,13 @@ def _interval(step_s: Summary | None) -> str:
     return f"{format_duration(step_s.low)} to {format_duration(step_s.high)}"
 
 
-def build_report(catalog: Catalog, rendered: Rendered, found: Sequence[Answer], root: Path) -> str:
+def build_report(
+    catalog: Catalog,
+    rendered: Rendered,
+    found: Sequence[Answer],
+    doubts: Mapping[str, Sequence[str]],
+    root: Path,
+) -> str:
     """Fill the template; the result depends on the results alone.
 
     A part that cannot be made is added to the failures in `rendered`.
@@ -287,7 +293,6 @@ def build_report(catalog: Catalog, rendered: Rendered, found: Sequence[Answer], 
     headers = [run.header for run in catalog.runs]
     counts = Counter(header.status for header in headers)
     rows = rendered.attempt("answers", lambda: [_answer(answer) for answer in found])
-    doubts = rendered.attempt("warnings", lambda: warnings(catalog)) or {}
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
         root=root.resolve().name,

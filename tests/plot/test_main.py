@@ -111,15 +111,15 @@ def test_report_begins_with_an_answer_its_table_and_warnings(plots):
     first = page.links[:3]
     assert first == ["#strategies", "#warnings", "#others"]
     order = [
-        "resnet50 · batch 160 · fp32",
-        "No verdict yet: pipeline was fastest",
+        "resnet50 · batch 32 · fp32",
+        "No verdict yet: one device was fastest",
         "ddp on 5",
-        "Speed-up and verdict compare each strategy with ddp on 5.",
+        "Speed-up and verdict compare each strategy with single on 1.",
         "Warnings",
         "1 step far above the others",
         "Other comparisons",
-        "resnet50 · batch 32 · fp32",
-        "Speed-up and verdict compare each strategy with single on 1.",
+        "resnet50 · batch 160 · fp32",
+        "Speed-up and verdict compare each strategy with ddp on 5.",
         "Training throughput by strategy",
     ]
     places = [page.text.index(words) for words in order]
@@ -160,7 +160,13 @@ def test_json_holds_the_tables(comparison, tmp_path, capsys):
     assert plot(comparison, "--output", tmp_path, "--only", "throughput", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "report.html")
-    assert printed["answers"][0]["sentence"].startswith("No verdict yet: pipeline was fastest")
+    assert printed["answers"][0]["sentence"].startswith("No verdict yet: one device was fastest")
+    strategies = printed["answers"][0]["strategies"]
+    found = [(one["strategy"], one["verdict"] and one["verdict"]["outcome"]) for one in strategies]
+    assert ("ddp on 5", "inconclusive") in found
+    assert printed["warnings"]["Runs that are not ok"] == [
+        "too-large: oom: CUDA out of memory on rank 3: tried to allocate 2.4 GiB"
+    ]
     rows = printed["tables"]["throughput"]
     assert {row["status"] for row in rows} == {"ok", "oom"}
     failed = next(row for row in rows if row["status"] == "oom")
