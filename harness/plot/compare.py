@@ -189,13 +189,15 @@ def compare(before: Path, after: Path) -> Comparison:
 
 
 def sentence(both: Collection[Compared]) -> str:
-    """How many measurements are slower, and of what kind."""
-    worse = Counter(one.kind for one in both if one.is_worse)
+    """How many measurements are slower, and of what kind; how many are not."""
     count = Counter(one.outcome.rstrip("?") for one in both)
-    kinds = ", ".join(f"{kind} {n}" for kind, n in worse.items())
-    others = ", ".join(f"{count[name]} {name}" for name in ("faster", "same", "inconclusive"))
-    found = f"{worse.total()} of {format_count(len(both), 'measurement')} slower"
-    return f"{found} ({kinds}), {others}" if kinds else f"{found}, {others}"
+    slower = Counter(one.kind for one in both if one.is_worse and one.outcome != "fails")
+    kinds = ", ".join(f"{kind} {n}" for kind, n in slower.items())
+    found = f"{count['slower']} of {format_count(len(both), 'measurement')} slower"
+    others = [f"{found} ({kinds})" if kinds else found]
+    others += [f"{count['fails']} failing"] * bool(count["fails"])
+    others += [f"{count[name]} {name}" for name in ("faster", "same", "inconclusive")]
+    return ", ".join(others)
 
 
 def as_text(found: Comparison, *, is_whole: bool) -> str:

@@ -95,6 +95,7 @@ def test_training_that_fails_now_is_worse(tmp_path, capsys):
     (pair,) = document["measurements"]
     assert (code, pair["outcome"], pair["after_s"]) == (1, "fails", None)
     assert "no rank answered" in pair["note"]
+    assert document["sentence"].startswith("0 of 1 measurement slower, 1 failing, 0 faster")
 
 
 def test_settings_of_later_versions_do_not_count_but_others_do(tmp_path, capsys):
