@@ -73,6 +73,7 @@ LONGEST_TITLE, LONGEST_ENTRY = 60, 120  # letters above a panel of bars, and in 
 MAX_FAILURES = 10  # that are listed below a figure
 FEWEST = 8  # values that a 99 % interval of the median needs
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
+DOMAIN = re.compile(r"\.[A-Za-z][^:]*")  # up to a rank, and none of an address
 DIGITS = re.compile(r"([0-9]{1,15})")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -152,6 +153,12 @@ def status_words(status: str, reason: str = "") -> str:
 def shorten(text: str, limit: int) -> str:
     """Cut a text that is too long for its place."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def short_hosts(hosts: Iterable[str], limit: int) -> list[str]:
+    """Hosts without their domains, and of long ones the end, which tells them apart."""
+    own = (DOMAIN.sub("", host) for host in hosts)
+    return [host if len(host) <= limit else f"…{host[1 - limit :]}" for host in own]
 
 
 def wrap_label(text: str, limit: int = 44) -> str:

@@ -7,14 +7,21 @@ import pandas as pd
 
 from harness.plot.catalog import RepeatGroup, merged
 from harness.plot.figures import Axes, Canvas, Figure, Rows, of_workload
-from harness.plot.style import MUTED, WIDTH_IN, note_failures, plain_log_axis, shorten, wrap_label
+from harness.plot.style import (
+    MUTED,
+    WIDTH_IN,
+    note_failures,
+    plain_log_axis,
+    short_hosts,
+    wrap_label,
+)
 from harness.units import format_bytes
 
 LEAST_SPAN = 2.0  # of the colours of latency
 # Sides of a map, and a digit of a value in it.
 MAP_IN, LETTER_IN = 2.6, 0.062
 MAX_HEIGHT_IN = 4.8  # a map is as wide as half a figure, however many its ranks
-MAX_TICKS = 20
+MAX_TICKS, MAX_TICK = 20, 14  # hosts at a side of a map, and letters of one
 
 
 def _rows(case: RepeatGroup) -> Rows:
@@ -114,7 +121,7 @@ def _draw_map(
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
     places = range(0, len(order), -(-len(order) // MAX_TICKS))
-    ticks = [shorten(str(names[order[place]]), 14) for place in places]
+    ticks = short_hosts((str(names[order[place]]) for place in places), MAX_TICK)
     angle = {"rotation": 90} if len(ticks) > 10 else {"rotation": 35, "ha": "right"}
     axes.set_xticks(places, ticks, fontsize=7, **angle)
     axes.set_yticks(places, ticks, fontsize=7)

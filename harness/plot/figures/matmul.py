@@ -13,9 +13,12 @@ from harness.plot.style import (
     note_failures,
     plain_log_axis,
     series_style,
+    short_hosts,
+    shorten,
 )
 from harness.units import format_number
 
+MAX_HOST = 24  # letters of a host, and of a device
 RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 
@@ -144,12 +147,13 @@ def _draw_devices(
         for text, value, peak in zip(labels, values, peaks, strict=True):
             if value < peak < value + 0.15 * best["rate"].max():
                 text.xy = (peak, text.xy[1])  # behind the mark, which would cover it
-    names = best.drop_duplicates("rank").set_index("rank")
-    axes.set_yticks(
-        range(len(ranks)),
-        [f"{names['hostname'][rank]} (rank {rank:.0f})\n{names['device'][rank]}" for rank in ranks],
-        fontsize=7.5,
-    )
+    names = best.drop_duplicates("rank").set_index("rank").loc[ranks]
+    hosts = short_hosts(names["hostname"], MAX_HOST)
+    words = [
+        f"{host} (rank {rank:.0f})\n{shorten(device, MAX_HOST)}"
+        for host, rank, device in zip(hosts, ranks, names["device"], strict=True)
+    ]
+    axes.set_yticks(range(len(ranks)), words, fontsize=7.5)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)

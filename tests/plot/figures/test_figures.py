@@ -40,6 +40,7 @@ from harness.plot.style import (
     drawing_style,
     joint_legend,
     note_cut,
+    short_hosts,
     wrap_label,
 )
 
@@ -411,6 +412,13 @@ def test_heat_map_merges_messages_of_one_size_only(tmp_path):
     assert (row["message_bytes"], row["n_repeats"]) == (2**22, 2)
     assert row["bandwidth_bytes_per_s"] == 2**22 / 3
     assert (row["low_bytes_per_s"], row["high_bytes_per_s"]) == (2**20, 2**21)
+
+
+def test_short_names_of_hosts_keep_what_tells_them_apart():
+    hosts = [f"gpu-partition-node-{n}.cluster.example.org" for n in (1, 12)]
+    assert short_hosts(hosts, 8) == ["…-node-1", "…node-12"]
+    names = ["a.example.org:3", "10.0.0.1", "b"]
+    assert short_hosts(names, 14) == ["a:3", "10.0.0.1", "b"]
 
 
 def test_device_load_keeps_time_and_device(catalog):
