@@ -49,9 +49,10 @@ STRATEGIES = {
     "deepspeed": "#7A5195",
     "executor-single": "#9AA0A6",
     "executor-ddp": "#003F63",
+    "summa": "#843C39",
 }
 # Of strategies that go by a name of their own, such as a file's.
-OTHER_STRATEGIES = ("#8C6D31", "#843C39", "#6B6ECF", "#637939", "#AD494A", "#393B79")
+OTHER_STRATEGIES = ("#8C6D31", "#A55194", "#6B6ECF", "#637939", "#AD494A", "#393B79")
 # How much lighter, or darker, those are that differ from one of STRATEGIES by a schedule or so.
 SHADES = (-0.45, -0.3, -0.15, 0.2, 0.35, 0.5, 0.62)
 PHASE_COLOURS = {
