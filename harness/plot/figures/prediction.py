@@ -14,6 +14,7 @@ from harness.plot.style import (
     FAILED,
     LIMIT,
     WIDTH_IN,
+    by_number,
     colour_of,
     move_clear,
     note_failures,
@@ -141,7 +142,7 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
         # Away from the diagonal, or towards it if the name would leave the figure.
         is_left = is_above == is_inside
         note = axes.annotate(
-            f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "
+            f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 26)} "
             f"{row['error']:+.0%}",
             (row["measured_s"] * scale, row["predicted_s"] * scale),
             xytext=(-7 if is_left else 7, NAME_PT if is_above else -NAME_PT),
@@ -162,7 +163,7 @@ def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
     handles, _ = axes.get_legend_handles_labels()
     bands = [handle for handle in handles if not str(handle.get_label()).startswith("_")]
     entries: list[Any] = [*bands, Line2D([], [], linestyle="", label="strategy")]
-    names = sorted(set(known["strategy"].astype(str)))
+    names = sorted(set(known["strategy"].astype(str)), key=by_number)
     entries += [
         Line2D([], [], marker="o", linestyle="", color=colour_of(name), label=shorten(name, 26))
         for name in names[:MAX_LEGEND]
@@ -172,7 +173,7 @@ def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
     entries.append(Line2D([], [], linestyle="", label="model"))
     entries += [
         Line2D([], [], marker=marker, linestyle="", mfc="none", mec=LIMIT, label=shorten(model, 26))
-        for model, (_, marker) in sorted(series_style(known["model"]).items())[:MAX_LEGEND]
+        for model, (_, marker) in [*series_style(known["model"]).items()][:MAX_LEGEND]
     ]
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0)
 

@@ -62,7 +62,7 @@ def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
     }
     summary = cell_summary(list(known.values()), failed)
     rows = [_row(case, judged, cell, summary) for case, judged in pairs]
-    return sorted(rows, key=lambda row: (row["predicted_s"], row["label"]))
+    return sorted(rows, key=lambda row: (row["predicted_s"], by_number(row["label"])))
 
 
 def rows(catalog: Catalog) -> Rows:
