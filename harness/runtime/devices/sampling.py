@@ -125,3 +125,19 @@ def shortest_sample_s(device_type: str) -> float:
     """Minimum duration of a sample of computation for a steady rate; 0 without a CPU quota."""
     quota = cpu_quota_s() if device_type == "cpu" else None
     return 0.0 if quota is None else min(_N_PERIODS * quota[1], _LONGEST_SAMPLE_S)
+
+
+def count_within(work: Callable[[], object], clock: Clock, least_s: float) -> int:
+    """Count the calls of `work` that take `least_s` together; 1 if that is 0.
+
+    One timed call would not do: if the quota paused the process during that call, the count would
+    be too low, and samples of so many calls would be too short to include the pauses.
+    """
+    if least_s == 0:
+        return 1
+    work()
+    n, start_s = 0, clock.seconds_at(clock.mark())
+    while clock.seconds_at(clock.mark()) - start_s < least_s:
+        work()
+        n += 1
+    return n

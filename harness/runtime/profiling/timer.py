@@ -180,14 +180,17 @@ class OpTimer:
         }
 
     def _warm_up(self, run: _Iteration, subgraph: Subgraph) -> float:
-        """Run the warm-up iterations; returns the seconds of the last one."""
+        """Run the warm-up iterations; returns the mean seconds of the last ones, which together
+        take as long as a sample, because a CPU quota may pause any single one."""
         for _ in range(self._budget.n_warm_up - 1):
             self._sample(run, subgraph, 1)
-        before = self._clock.mark()
-        self._sample(run, subgraph, 1)
-        after = self._clock.mark()
-        self._clock.settle()
-        return self._clock.seconds_at(after) - self._clock.seconds_at(before)
+        n, passed_s, before = 0, 0.0, self._clock.mark()
+        while n == 0 or (passed_s < self._shortest_s and n < _MOST_EACH):
+            self._sample(run, subgraph, 1)
+            n, after = n + 1, self._clock.mark()
+            self._clock.settle()
+            passed_s = self._clock.seconds_at(after) - self._clock.seconds_at(before)
+        return passed_s / n
 
     def _sample(self, run: _Iteration, subgraph: Subgraph, n_each: int) -> _Laps:
         run.laps = _Laps()

@@ -14,11 +14,17 @@ import torch
 
 from harness.errors import VerificationError
 from harness.measure.derive.devices import MEMORY_KERNELS
-from harness.measure.recorder import Clock, timed_s
+from harness.measure.recorder import Clock
 from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.devices.precision import lack_of
-from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s, take_samples
+from harness.runtime.devices.sampling import (
+    Budget,
+    count_within,
+    hold_gpu,
+    shortest_sample_s,
+    take_samples,
+)
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_flops
 from harness.workloads.matmul.product import SEED_A, SEED_B, TORCH_DTYPES, block, check_block
@@ -100,13 +106,6 @@ class _Operands:
         return 3 * self.a.nbytes
 
 
-def _seconds_of(work: Callable[[], object], clock: Clock) -> float:
-    """Time the second of two calls, in seconds."""
-    work()
-    clock.settle()
-    return timed_s(clock, work)
-
-
 def _spread_over_cache(first: _Operands, n_products: int, flush: CacheFlush) -> list[_Operands]:
     """Make so many copies that consecutive products never find their operands in the cache."""
     n_sets = min(n_products, math.ceil(flush.n_bytes / first.n_bytes) + 1)
@@ -122,9 +121,7 @@ def time_product(
     own operands, as span several periods of the quota.
     """
     flush, operands = CacheFlush(device), _Operands.make(size, dtype, device)
-    shortest_s = shortest_sample_s(device.type)
-    once_s = _seconds_of(operands.multiply, clock) if shortest_s else math.inf
-    n_products = max(1, math.ceil(shortest_s / once_s))
+    n_products = count_within(operands.multiply, clock, shortest_sample_s(device.type))
     turns = cycle(_spread_over_cache(operands, n_products, flush))
 
     def sample() -> tuple[Any, Any]:
@@ -241,8 +238,7 @@ def measure_memory(context: Context, budget: Budget) -> dict[str, float]:
 def _time_pass(work: Callable[[], object], context: Context, budget: Budget) -> list[float]:
     """Time passes over the arrays; under a CPU quota, a sample is the mean of several passes."""
     clock = context.recorder.clock
-    shortest_s = shortest_sample_s(context.world.device.type)
-    n_passes = max(1, math.ceil(shortest_s / _seconds_of(work, clock))) if shortest_s else 1
+    n_passes = count_within(work, clock, shortest_sample_s(context.world.device.type))
 
     def sample() -> tuple[Any, Any]:
         start = clock.mark()

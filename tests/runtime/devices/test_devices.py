@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.devices.precision import set_tensor_cores
-from harness.runtime.devices.sampling import Budget, clock_for, take_samples
+from harness.runtime.devices.sampling import Budget, clock_for, count_within, take_samples
 from harness.runtime.devices.telemetry import _cpu_reader, read_available
 
 
@@ -111,6 +111,12 @@ def test_samples_are_durations_after_the_warm_up():
     found = take_samples(sample, clock, Budget(time_s=1.0, n_min=2, n_warm_up=2))
     assert found == [0.25] * 4
     assert len(calls) == 6
+
+
+@pytest.mark.parametrize(("least_s", "n_calls"), [(0.0, 1), (0.1, 41)])
+def test_a_pause_in_one_call_hardly_lowers_the_number_of_calls_in_a_sample(least_s, n_calls):
+    clock, calls_s = FakeClock(), iter([0.0, 0.06, *[0.001] * 99])
+    assert count_within(lambda: clock.advance(next(calls_s)), clock, least_s) == n_calls
 
 
 _PROGRAM = """

@@ -142,6 +142,18 @@ def test_a_sample_is_the_mean_of_as_many_iterations_as_make_it_steady():
     assert set(found.backward_s) == {5.0}
 
 
+def test_a_pause_in_one_warm_up_iteration_does_not_make_the_samples_short():
+    """A quota lets every tenth iteration pause, as the first: a sample must include pauses."""
+    clock, n_run = FakeClock(), []
+
+    def pausing(x):
+        n_run.append(1)
+        return Slow.apply(x, clock, 90.0 if len(n_run) % 10 == 1 else 0.0, 1.0)
+
+    found = timer(clock, shortest_s=100.0).measure(line([pausing]), ["op0"])["op0"]
+    assert all(value == pytest.approx(9.0, abs=1.5) for value in found.forward_s)
+
+
 def test_microbatches_go_forward_before_the_first_goes_backward():
     clock, order = FakeClock(), []
 
