@@ -178,6 +178,8 @@ probe_gpus() {
     # Indent @, because a process name may look like a mark of this script.
     printf '%s\n' "$state" | sed 's/^@/ @/'
     printf '\n@rc=%s\n' "$code"
+    # Further questions to a driver that hangs would take the time that is left for the whole probe.
+    case $code in 124 | 137) return 0 ;; esac
     report compute_capability nvidia-smi --query-gpu=uuid,compute_cap --format=csv,noheader
     section gpu_users
     printf '%s\n' "$state" | sed -n 's/.*<pid>\([0-9][0-9]*\)<.*/\1/p' | while read -r pid; do

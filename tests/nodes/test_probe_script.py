@@ -75,6 +75,14 @@ def test_a_hanging_command_costs_its_limit_and_not_the_rest(tmp_path):
     assert text.rstrip().endswith("@harness:end")
 
 
+def test_a_driver_that_hangs_is_asked_once_so_that_the_probe_ends_in_time(tmp_path):
+    path = fake_bin(tmp_path, nvidia_smi=f"echo >>{tmp_path}/asked; exec sleep 60")
+    text = run_probe(script(order(tmp_path, timeout_s=2.0)), ["sh"], path)
+    assert (tmp_path / "asked").read_text() == "\n"
+    assert parse_facts(text).gpu.smi_error == "nvidia-smi did not answer in time"
+    assert text.rstrip().endswith("@harness:end")
+
+
 def test_the_probe_kills_itself_when_nobody_else_does(tmp_path):
     # Without `timeout`, nothing bounds a single command.
     path = fake_bin(tmp_path, df="exec sleep 20", timeout="exit 127")
