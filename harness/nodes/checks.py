@@ -36,7 +36,7 @@ CHECKS: dict[str, Check] = {
     "os": Check(machine.judge_os, "Linux, one architecture, no machine twice", "cpus_allowed"),
     "cpu": Check(machine.judge_cpu, "cores within quotas, and their load", "net_dev"),
     "memory": Check(machine.judge_memory, "free memory within limits", "net_dev"),
-    "disk": Check(machine.judge_disk, "room in home, /tmp and /dev/shm", "cgroup"),
+    "disk": Check(machine.judge_disk, "room in home, /tmp, /dev/shm and the checkout", "cgroup"),
     "nic": Check(
         machine.judge_nic, "the interface that reaches the others, and its speed", "python"
     ),

@@ -76,7 +76,7 @@ probe_system() {
     cat /proc/loadavg
     section memory
     grep -E '^(MemTotal|MemAvailable|MemFree):' /proc/meminfo
-    report disk df -Pk "$HOME" /tmp /dev/shm
+    report disk df -Pk "$HOME" /tmp /dev/shm "$repo_dir"
 }
 
 # Print the limits of all levels up to the root, because the tightest one applies.

@@ -83,6 +83,13 @@ def test_a_driver_that_hangs_is_asked_once_so_that_the_probe_ends_in_time(tmp_pa
     assert text.rstrip().endswith("@harness:end")
 
 
+def test_the_file_system_of_the_checkout_counts_which_holds_the_results(tmp_path):
+    path = fake_bin(tmp_path, df='shift; for at; do echo "disk 9 4 5 44% $at"; done')
+    facts = parse_facts(run_probe(script(order(tmp_path, repo_dir="/scratch/h")), ["sh"], path))
+    mounts = [disk.mount for disk in facts.disks]
+    assert mounts == [os.environ["HOME"], "/tmp", "/dev/shm", "/scratch/h"]
+
+
 def test_the_probe_kills_itself_when_nobody_else_does(tmp_path):
     # Without `timeout`, nothing bounds a single command.
     path = fake_bin(tmp_path, df="exec sleep 20", timeout="exit 127")

@@ -157,7 +157,7 @@ def judge_memory(report: HostReport, survey: Survey) -> list[Judgement]:
 
 
 def judge_disk(report: HostReport, survey: Survey) -> list[Judgement]:
-    """Enough space is free in the home directory, /tmp and /dev/shm."""
+    """Enough space is free in the home directory, /tmp, /dev/shm and the checkout."""
     verdicts = []
     for disk in report.facts.disks:
         text = f"{disk.mount} has {format_bytes(disk.free_bytes)} free"
