@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.measure.derive.devices import low_peak_warnings, product_noise
 from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, stolen_warnings
-from harness.measure.derive.links import above_link_text, disturbed_text, link_noise
+from harness.measure.derive.links import above_link_text, disturbed_text, link_noise, slow_text
 from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
@@ -95,7 +95,8 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
         if run.header.status != "ok":
             yield run.header.run_id, Doubt(DoubtKind.FAILED, run.header.ending)
         above = above_link_text(run, run.collectives, run.best_links_bytes_per_s)
-        for text in filter(None, [*map(disturbed_text, run.links), above]):
+        slow = [slow_text(run, matrix) for matrix in run.links]
+        for text in filter(None, [*slow, *map(disturbed_text, run.links), above]):
             yield run.header.run_id, Doubt(DoubtKind.LINKS, text)
         for text in link_noise(run.collectives, run.links):
             yield run.header.run_id, Doubt(DoubtKind.SPREAD, text)

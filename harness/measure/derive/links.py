@@ -19,9 +19,10 @@ from harness.measure.derive.steps import by_iteration
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 from harness.measure.text import noise_texts
-from harness.units import format_bytes, format_duration
+from harness.units import format_bandwidth, format_bytes, format_duration
 
 _DISTURBED = 3  # times the latency that its median may be
+_SLOW = 0.5  # of the bandwidth that a link's NICs and the best link allow
 HALVED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -184,6 +185,34 @@ def disturbed_text(matrix: LinkMatrix) -> str:
         f"the median half round trip over {matrix.transport} is over {_DISTURBED} times the "
         f"shortest on {n_far} of {np.count_nonzero(ratios)} links (most: {matrix.names[a]} to "
         f"{matrix.names[b]}, {middle} and {shortest}): other work disturbs the links, measure again"
+    )
+
+
+def slow_text(run: Headed, matrix: LinkMatrix) -> str:
+    """How many links between hosts are slow, with the slowest; empty if none is.
+
+    The best link is a measure of what a transport can do; a NIC that is known to be slower bounds
+    its own links.
+    """
+    infos = [info_of(run, rank) for rank in range(len(matrix.names))]
+    rates = {
+        (a, b): matrix.n_bytes / time.median
+        for (a, b), time in matrix.transfers.items()
+        if infos[a].hostname != infos[b].hostname
+    }
+    nics = [info.nic_bytes_per_s or float("inf") for info in infos]
+    best = max(rates.values(), default=0.0)
+    limits = {(a, b): min(best, nics[a], nics[b]) for a, b in rates}
+    slow = [pair for pair, rate in rates.items() if rate < _SLOW * limits[pair]]
+    if not slow:
+        return ""
+    a, b = min(slow, key=lambda pair: rates[pair] / limits[pair])
+    rate, limit = (format_bandwidth(of[a, b]) for of in (rates, limits))
+    return (
+        f"{len(slow)} of {len(rates)} links between hosts over {matrix.transport} have less than "
+        f"half of the bandwidth that the best one has and their NICs allow (least: "
+        f"{matrix.names[a]} to {matrix.names[b]}, {rate} of {limit}): look for a bad cable, a slow "
+        "NIC or port of the switch, or other traffic"
     )
 
 

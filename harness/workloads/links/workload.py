@@ -21,6 +21,7 @@ from harness.measure.derive.links import (
     link_noise,
     nic_limit_bytes_per_s,
     overhead_table,
+    slow_text,
 )
 from harness.measure.places import check_place
 from harness.measure.store import Run, read_header, write_atomically
@@ -207,7 +208,7 @@ def links_text(run: Run) -> list[str]:
     left_out = run.header.texts("left_out")
     matrices, rows, best = link_matrices(run), collective_table(run), best_links_bytes_per_s(run)
     return [
-        *(_matrix(matrix) for matrix in matrices),
+        *(_matrix(run, matrix) for matrix in matrices),
         _collectives(run, rows, best),
         _overhead(run),
         "\n".join(f"warning: {text}" for text in link_noise(rows, matrices)),
@@ -215,7 +216,7 @@ def links_text(run: Run) -> list[str]:
     ]
 
 
-def _matrix(matrix: LinkMatrix) -> str:
+def _matrix(run: Run, matrix: LinkMatrix) -> str:
     """Latency and bandwidth of every pair, each with its spread."""
     heads = [f"{matrix.transport} from \\ to", *matrix.names]
     parts = []
@@ -228,8 +229,8 @@ def _matrix(matrix: LinkMatrix) -> str:
             for source, name in enumerate(matrix.names)
         ]
         parts.append(f"{title}, one pair at a time:\n{columns(heads, rows)}")
-    doubt = disturbed_text(matrix)
-    return "\n\n".join(parts) + (f"\nwarning: {doubt}" if doubt else "")
+    doubts = filter(None, (slow_text(run, matrix), disturbed_text(matrix)))
+    return "\n".join(["\n\n".join(parts), *(f"warning: {doubt}" for doubt in doubts)])
 
 
 def _latency(matrix: LinkMatrix, pair: Pair) -> str:

@@ -25,6 +25,7 @@ from harness.measure.derive.links import (
     link_matrices,
     link_noise,
     nic_limit_bytes_per_s,
+    slow_text,
 )
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
@@ -415,6 +416,26 @@ def test_latency_is_the_shortest_of_both_directions_and_a_far_median_is_said():
         "the median half round trip over gloo is over 3 times the shortest on 1 of 2 links (most: "
         "node1 to node0, 900 us and 100 us): other work disturbs the links, measure again"
     )
+
+
+def test_links_far_below_the_best_and_their_nics_are_counted_and_the_slowest_is_named():
+    def sent(value, source, target):
+        labels = {"source": source, "target": target, "transport": "gloo", "n_bytes": 100 << 20}
+        return Sample(metric="link_transfer_s", value=value, labels=labels)
+
+    pairs = [(0, 1, 1.0), (1, 0, 9.0), (0, 2, 2.5), (2, 0, 1.9), (1, 2, 1.1), (2, 1, 1.0)]
+    samples = [sent(value, a, b) for a, b, value in pairs]
+    run = make_run([samples, [], []], workload="links")
+    (matrix,) = link_matrices(run)
+    assert slow_text(run, matrix) == (
+        "2 of 6 links between hosts over gloo have less than half of the bandwidth that the best "
+        "one has and their NICs allow (least: node1 to node0, 11.7 MB/s of 105 MB/s): look for a "
+        "bad cable, a slow NIC or port of the switch, or other traffic"
+    )
+    for change in ({"nic_bytes_per_s": 12e6}, {"hostname": "node0"}):
+        ranks = [msgspec.structs.replace(info, **change) for info in run.header.ranks]
+        header = msgspec.structs.replace(run.header, ranks=ranks)
+        assert slow_text(dataclasses.replace(run, header=header), matrix) == ""
 
 
 def test_collectives_above_the_link_are_counted_and_noise_is_said():
