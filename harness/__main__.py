@@ -39,7 +39,7 @@ from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, firs
 from harness.inputs import shorten
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
-from harness.runtime.ranks.environment import Launch, read_launch
+from harness.runtime.ranks.environment import Launch, is_first_on_host, read_launch
 from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
 
@@ -280,7 +280,8 @@ def _agree(
     """Whether every rank has parsed the same flags; if not, end the launch on all ranks.
 
     Raises:
-        BaseException: the failure of rank 0, on rank 0; without one there, another rank's.
+        BaseException: the failure of rank 0, on rank 0; without one there, another rank's. Without
+            MPI each rank's own, in words on one rank of each host.
     """
     mine = "" if failure is None else str(failure) or type(failure).__name__
     failures = [mine] if comm is None else comm.allgather(mine)
@@ -292,6 +293,9 @@ def _agree(
         from mpi4py import MPI
 
         MPI.Finalize()
+    if failure is not None and launch.rank != 0 and not launch.has_mpi:
+        is_said = is_first_on_host(os.environ) or isinstance(failure, SystemExit)
+        raise failure if is_said else SystemExit(EXIT_CODE)  # rank 0 does not hear of it
     if launch.rank == 0 and differing:
         raise ConfigError(differing)
     if launch.rank == 0:

@@ -174,6 +174,16 @@ def test_other_ranks_leave_usage_errors_to_rank_0():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize(("local_rank", "n_lines"), [("0", 1), ("1", 0)])
+def test_without_mpi_one_rank_of_each_host_says_what_it_refuses(local_rank, n_lines):
+    """Rank 0 does not hear of it: this host may lack the user's model, or have other flags."""
+    of_torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "4"}
+    launched = of_torchrun | {"RANK": "3", "LOCAL_RANK": local_rank}
+    done = completed(sys.executable, "-m", "harness", "matmull", cwd=ROOT, **launched)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", n_lines)
+    assert done.stderr.startswith("error: there is no workload 'matmull'"[: 99 * n_lines])
+
+
 @pytest.mark.parametrize(("flag", "place"), [("--steps=1", "taken"), ("--dry-run", "taken/new")])
 def test_results_that_cannot_be_written_are_said(tmp_path, flag, place):
     (tmp_path / "taken").touch()

@@ -133,6 +133,11 @@ LAUNCHERS: list[tuple[Callable[[Environ], bool], Callable[[Environ], Launch]]] =
 ]
 
 
+def is_first_on_host(environ: Environ) -> bool:
+    """Whether torchrun or srun has started this rank as the first one of its host."""
+    return environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID")) in (None, "0")
+
+
 def read_launch(environ: Environ) -> Launch:
     """Find the innermost launcher and read its variables.
 
