@@ -314,9 +314,12 @@ class Talk:
             if session.host not in self._starting and facts.has_package("torch"):
                 machine, n_cores = facts.boot_id or session.host, facts.n_cores or 1
                 turn = self._turns.setdefault(machine, asyncio.Semaphore(n_cores))
-                self._starting[session.host] = asyncio.create_task(
+                starting = asyncio.create_task(
                     get_ready(session, turn, python=self._python, limit_s=limit_s)
                 )
+                # Read here too, because asyncio reports an error that Ctrl-C leaves unread.
+                starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+                self._starting[session.host] = starting
 
     async def _say_hello(self, facts: Mapping[str, Facts]) -> None:
         """Run the hello over all hosts with MPI, unless it has already run over the same ones."""

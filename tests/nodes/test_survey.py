@@ -5,6 +5,7 @@ between real nodes are tested in test_cluster.py.
 """
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -20,8 +21,9 @@ from launching import ROOT, completed, write_program
 from waiting import wait_until
 
 from harness.nodes.__main__ import main
-from harness.nodes.between import connect_pairs, get_ready, run_allreduce
-from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
+from harness.nodes.between import ALLREDUCE, Talk, connect_pairs, get_ready, run_allreduce
+from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute, PythonFacts
+from harness.nodes.probe import Order
 from harness.nodes.ssh import open_session
 
 FAKE_SSH = """#!/bin/sh
@@ -204,6 +206,21 @@ def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh, tmp_path):
     reduction = reduce_over(["a"], str(bare), 30)
     assert reduction.hosts == ()
     assert "No module named 'torch'" in reduction.left_out["a"]
+
+
+def test_ctrl_c_says_nothing_of_the_ranks_that_it_ends(fake_ssh, caplog):
+    """asyncio reports the error of a task that nobody reads."""
+    python = PythonFacts(version="3.11", packages={"torch": "2.13"})
+    order = Order(peers=("denied",), env_dir="/no-env", repo_dir="/no-repo", timeout_s=4.0)
+
+    async def leave_early(sessions):
+        talk = Talk(order, frozenset({ALLREDUCE}), 4.0, print)
+        await talk.begin([(sessions[0], Facts(environment="/no-env", python=python))])
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=5)
+
+    in_sessions(["denied"], leave_early)
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_the_package_needs_only_the_standard_library():
