@@ -20,6 +20,7 @@ import pytest
 from launching import ROOT, completed, write_program
 from waiting import wait_until
 
+from harness.nodes import probe
 from harness.nodes.__main__ import main
 from harness.nodes.between import ALLREDUCE, Talk, connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute, PythonFacts
@@ -108,6 +109,20 @@ def test_every_host_gets_its_own_verdict_within_one_timeout(fake_ssh, capsys, tm
         assert (name, seen[name]["port"], seen[name]["login"]) == (name, "OK", "CRITICAL")
     assert seen["hang"]["cpu"] == "UNKNOWN"
     wait_until(lambda: children() == before, 5)
+
+
+def test_a_host_that_is_off_is_given_up_long_before_the_timeout(
+    fake_ssh, capsys, tmp_path, monkeypatch
+):
+    async def connect_to_nobody(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(asyncio, "open_connection", connect_to_nobody)
+    monkeypatch.setattr(probe, "_LONGEST_KNOCK_S", 0.2)
+    start_s = time.monotonic()
+    code, seen = check(capsys, tmp_path, ["good"], "--only", "port")
+    assert (code, seen["good"]["port"]) == (2, "CRITICAL")
+    assert time.monotonic() - start_s < 30  # of 60
 
 
 def test_a_hung_host_does_not_hold_up_the_others_connections(fake_ssh, capsys, tmp_path):
