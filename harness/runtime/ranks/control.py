@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,11 +16,13 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import Store
 
-from harness.errors import PeerError, first_line
+from harness.errors import LaunchError, PeerError, first_line
 
 T = TypeVar("T")
 
 _POLL = timedelta(seconds=20)
+# A signal is handled between two polls.
+_SHORT_POLL = timedelta(seconds=1)
 # A launcher that ends all ranks may have reached rank 0 first; then there is nothing to say.
 _TIME_TO_END_S = 2.0
 _CHUNK_BYTES = 1 << 20
@@ -59,6 +61,28 @@ class Control:
             except dist.DistStoreError:
                 continue
             return bytes(self.store.get(key))
+
+    def await_all(self, limit_s: float) -> None:
+        """Wait until every rank has called it.
+
+        Raises:
+            LaunchError: names the ranks that have not within the limit.
+        """
+        keys = [f"here/{rank}" for rank in range(self.size)]
+        end_s = time.monotonic() + limit_s
+        with self._lost_store_explained():
+            self.store.set(keys[self.rank], "1")
+            while True:
+                with suppress(dist.DistStoreError):
+                    self.store.wait(keys, _SHORT_POLL)
+                    return
+                if time.monotonic() > end_s:
+                    break
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+        raise LaunchError(
+            f"of {self.size} ranks these have not come within {limit_s:g} s: {', '.join(missing)}; "
+            "look at their output, and start all ranks again"
+        )
 
     def gather(self, name: str, value: T, type_: Any = Any) -> list[T]:
         """Every rank's value, by rank; blocks without a timeout until all have called it."""

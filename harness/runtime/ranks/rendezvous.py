@@ -249,6 +249,7 @@ def meet(
         variables = slurm_master(environ) if launch.launcher == "slurm" else environ
         store, address, port = _connect_at_master(launch, variables)
     control = Control(store, launch.rank, launch.size)
+    control.await_all(_STORE_TIMEOUT.total_seconds())
     all_facts = control.gather("facts", facts, HostFacts)
     world = _build_world(launch, all_facts, comm)
     if launch.size > 1 and comm is None:

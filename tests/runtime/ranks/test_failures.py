@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed import TCPStore
 
 from harness.domain.graph import Graph
-from harness.errors import PeerError, StrategyError
+from harness.errors import LaunchError, PeerError, StrategyError
 from harness.measure.recorder import HostClock
 from harness.runtime.executor.cache.boundary import UncachedError
 from harness.runtime.ranks import gather
@@ -122,6 +122,16 @@ def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
         with pytest.raises(PeerError, match="rank 1 lost rank 0, which has ended") as error:
             control.read_failure("run")
         assert "\n" not in str(error.value)
+
+
+def test_ranks_that_never_come_are_named():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("here/2", "1")
+    with pytest.raises(LaunchError, match="these have not come within 1 s: 1, 3; look"):
+        Control(store, 0, 4).await_all(1.0)
+    for rank in (1, 3):
+        store.set(f"here/{rank}", "1")
+    Control(store, 0, 4).await_all(0.0)
 
 
 def test_the_shortest_round_trip_decides():
