@@ -17,7 +17,8 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
 
-HOSTS = Path("hosts")
+# Of the current directory, then of the checkout.
+_HOSTS = (Path("hosts"), Path(__file__).resolve().parents[3] / "hosts")
 _NODE_KEYS = ("watts", "hour_price")
 _S_PER_HOUR = 3600.0
 _MOST_DOTS = 100  # of a line, because tomllib's time grows with their square
@@ -97,14 +98,14 @@ def _number(value: Any, name: str, path: Path) -> float | None:
     return float(value)
 
 
-def find_prices(names: Iterable[str], hosts: Path = HOSTS) -> Prices | None:
+def find_prices(names: Iterable[str], directories: Iterable[Path] = _HOSTS) -> Prices | None:
     """The first file beside the hostfiles that has all these nodes; None without one.
 
     Raises:
         ConfigError: a file is malformed.
     """
     wanted = set(names)
-    for path in sorted(hosts.glob("*.toml")):
+    for path in (path for hosts in directories for path in sorted(hosts.glob("*.toml"))):
         found = load_prices(path)
         if wanted <= set(found.nodes):
             return found

@@ -22,7 +22,7 @@ from harness.plan import builders
 from harness.plan.advise import pricing
 from harness.plan.advise.advice import Adviser
 from harness.plan.advise.measured import Uncertainty, uncertainty_of
-from harness.plan.advise.prices import find_prices, load_prices
+from harness.plan.advise.prices import _HOSTS, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, largest_batch
 from harness.plan.advise.sets import (
     next_ethernet,
@@ -362,8 +362,9 @@ def test_prices_add_up_over_nodes(tmp_path):
     assert prices.money_per_s(["a", "c"]) is None  # c's hour is not given
     assert prices.money_per_s(["a", "e"]) is None  # e's energy is not known
     assert prices.joules_per_s(["a", "d"]) is None
-    assert find_prices(["a", "b"], tmp_path) == prices
-    assert find_prices(["a", "d"], tmp_path) is None
+    assert find_prices(["a", "b"], [tmp_path / "none", tmp_path]) == prices
+    assert find_prices(["a", "d"], [tmp_path]) is None
+    assert ROOT / "hosts" in _HOSTS  # from any directory
 
 
 @pytest.mark.parametrize(
