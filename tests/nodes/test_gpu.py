@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_a_host_without_gpu_beside_others_with_one_is_a_warning(hosts, smi_xml):
     cluster = hosts(2).facts(0, gpu=facts_of(smi_xml("h200")))
     (finding,) = cluster.judge("gpu", 1)
     assert finding.status is Status.WARN
-    assert "no GPU, while n0 have" in finding.detail
+    assert "no GPU, unlike n0: all ranks" in finding.detail
     assert cluster.judge("gpu", 0)[0].status is Status.OK
 
 
@@ -173,6 +174,8 @@ def test_a_cpu_build_beside_a_gpu_is_critical(hosts, smi_xml):
     (finding,) = cuda_host(hosts, smi_xml, None, build=None).judge("cuda", 0)
     assert finding.status is Status.CRITICAL
     assert "a build without CUDA" in finding.detail
+    # pip and install.sh alone take the installed release for the wanted one.
+    assert re.search(r"install.sh --torch [0-9.]+\+cuVERSION;", finding.remedy)
 
 
 def test_torchs_own_words_are_read(smi_xml):

@@ -145,7 +145,7 @@ def _judge_absence(report: HostReport, survey: Survey) -> list[Judgement]:
     if not with_gpus:
         return ok("no GPU")
     return warn(
-        f"no GPU, while {', '.join(with_gpus)} have: ranks would share gloo and the slowest",
+        f"no GPU, unlike {', '.join(with_gpus)}: all ranks would use gloo and wait for its CPU",
         f"take {report.name} out of the hostfile for GPU runs",
     )
 
@@ -285,7 +285,8 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Judgement]:
     if facts.python.torch_cuda is None:
         return critical(
             f"torch {version} is a build without CUDA: the GPU would stand idle",
-            f"ssh {report.name} {facts.environment}/bin/pip install torch (a CUDA build)",
+            f"on {report.name}: PIP_EXTRA_INDEX_URL=INDEX bash setup/install.sh --torch "
+            f"{version.split('+')[0]}+cuVERSION; pytorch.org shows INDEX and VERSION",
         )
     if gpu.torch is None:
         error = gpu.torch_error or "torch was not asked"
