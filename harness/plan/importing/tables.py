@@ -41,8 +41,7 @@ _ALIKE = 0.7  # of two names, of which one may be the other misspelt
 
 
 class Row:
-    """One row of a table, by the names of its columns, some of which are in another unit and so
-    scaled; of equal names the first counts."""
+    """One row of a table, by columns, scaled to their units; of equal names the first counts."""
 
     def __init__(self, where: str, cells: Mapping[str, str], scales: Mapping[str, float]) -> None:
         self.where, self._cells, self._scales = where, cells, scales
@@ -65,8 +64,8 @@ class Row:
 
     def number(self, column: str, remedy: str = "") -> float:
         """A number >= 0; raises DataError as `count`."""
-        name, text = f"{self.where}: {column}", self._cells[column]
-        value = parse_number(text, name, error=DataError, remedy=remedy)
+        name = f"{self.where}: {column}"
+        value = parse_number(self._cells[column], name, error=DataError, remedy=remedy)
         return value * self._scales.get(column, 1.0)
 
     def seconds(self, column: str) -> float:
@@ -89,7 +88,7 @@ def _header_of(path: Path) -> list[str]:
 
 
 def _delimiter(line: str) -> str:
-    """What parts the cells of a header: a comma, a semicolon or a tab."""
+    """The character between the cells of a header: a comma, a semicolon or a tab."""
     return max(",;\t", key=line.count)
 
 
@@ -108,8 +107,7 @@ def _n_found(path: Path, columns: Sequence[str]) -> int:
 
 
 def _asked(name: str, columns: Sequence[str]) -> tuple[str, float]:
-    """The column that a name of a header stands for, and the factor from its unit; the name itself
-    if none."""
+    """The column that a name of a header stands for, else the name; the factor from its unit."""
     if len(name) > _LONGEST_NAME:
         return name, 1.0
     time = _TIME.fullmatch(name.lower())

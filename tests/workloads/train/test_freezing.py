@@ -149,7 +149,7 @@ def test_ranks_that_are_left_without_a_pipeline_train_on_without_its_rule(contin
 
 
 def test_the_model_is_planned_again_as_layers_freeze_and_are_cached(monkeypatch):
-    """The first search runs while layers are cached; the strategy of step 5 cannot use the cache."""
+    """The first search runs while layers are cached; step 5's strategy cannot use the cache."""
     current = SimpleNamespace(
         planned=SimpleNamespace(strategy=ddp(layers()[0], small_cluster(2), 8))
     )
