@@ -40,7 +40,7 @@ from harness.runtime.ranks.messages import start_messages
 from harness.runtime.ranks.world import World
 
 Label = Callable[[], str]
-_N_TAGS = 2**31 - 1
+_N_TAGS = 2**31 - 2  # the two largest are those of sums of gradients
 
 # Two ends and whether it is backward: messages share a process group under NCCL.
 _Pair = tuple[End, End, bool]
