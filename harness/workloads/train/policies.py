@@ -172,6 +172,10 @@ class FreezingPolicy(Policy):
         if at > first:
             frozen = takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)
             now = len(list(frozen))
+        if self._start is not None and 0 < self._since <= first and not now:
+            # The last strategy of as many ranks may be from before the drop.
+            why = f"--unfreeze: all layers before step {first}"
+            self._missed.append(Due(why=why, step=first, planned=self._start, n_frozen=0))
         if now:
             layers_text = f"{now} of {self._n_layers} layers before step {first}"
             why = f"--freeze {self._case.freeze}: {layers_text}"
