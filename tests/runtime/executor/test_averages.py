@@ -147,8 +147,8 @@ def test_another_number_of_replicas_begins_with_what_they_agreed_on(ranks, tmp_p
     for one in found:
         assert all(torch.equal(one.own[name], first[0].agreed[name]) for name in one.own)
     assert found[0].warnings == [
-        "the state is of 3 replicas, and 2 are averaged: each begins with the parameters that they "
-        "agreed on and the optimizer's state of the first"
+        "the state has own parameters of 3 replicas, and 2 are averaged: each begins with the "
+        "parameters that they agreed on and the optimizer's state of the first"
     ]
 
 
@@ -160,7 +160,9 @@ def test_one_replica_that_is_left_writes_the_average(ranks, tmp_path):
         "shard2.safetensors", "shard3.safetensors",
     ]  # fmt: skip
     left = averaged("disordered", ddp("disordered", 2, 8), optimizer="adamw")
-    for one in ranks.run(2, read_and_train, replace(left, directory=str(tmp_path), n_before=3)):
+    found = ranks.run(2, read_and_train, replace(left, directory=str(tmp_path), n_before=3))
+    assert found[0].warnings[0].startswith("the state has own parameters of 0 replicas, and 2 are")
+    for one in found:
         assert all(torch.equal(one.own[name], first[0].agreed[name]) for name in one.own)
 
 

@@ -244,9 +244,9 @@ class StateGatherer:
             self._load(opened[replicas.number](), optimizer)
         elif self._world.is_first:
             _log.warning(
-                "the state is of %d replicas, and %d are averaged: each begins with the parameters "
-                "that they agreed on and the optimizer's state of the first",
-                max(1, len(opened)), replicas.n,
+                "the state has own parameters of %d replicas, and %d are averaged: each begins "
+                "with the parameters that they agreed on and the optimizer's state of the first",
+                len(opened), replicas.n,
             )  # fmt: skip
 
     def _load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
