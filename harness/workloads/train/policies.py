@@ -42,6 +42,7 @@ from harness.workloads.train.requests import UNREADABLE, Request, read_request
 
 if TYPE_CHECKING:
     from harness.runtime.executor.gradients.update import LayerNorms
+    from harness.workloads.train.plan import Planned
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ class FreezingPolicy(Policy):
                 f"run has {inputs.training.n_steps}: lower --freeze-interval (default: an epoch), "
                 "or train more steps"
             )
-        saved = self._catch_up(elastic.layers) if case.first_step else None
+        planned = inputs.current.planned
+        saved = self._catch_up(elastic.layers, planned) if case.first_step else None
         if case.freeze == "gradient":
             self._norms = elastic.watch_gradients(is_common=case.survive, state=saved)
 
@@ -151,7 +153,7 @@ class FreezingPolicy(Policy):
         rates = self._training.rates
         self._drop = None if factor is None else rates.first_drop(factor, step, n_steps)
 
-    def _catch_up(self, layers: Sequence[FreezableLayer]) -> FreezingState | None:
+    def _catch_up(self, layers: Sequence[FreezableLayer], planned: Planned) -> FreezingState | None:
         """Go on from a saved state: the layers that it does not train are frozen again, and others
         later if that had been decided on. Returns what it holds of the gradient rule."""
         first, directory = self._case.first_step, self._case.load_state
@@ -172,7 +174,7 @@ class FreezingPolicy(Policy):
         if at > first:
             frozen = takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)
             now = len(list(frozen))
-        if self._start is not None and 0 < self._since <= first and not now:
+        if self._start not in (None, planned) and 0 < self._since <= first and not now:
             # The last strategy of as many ranks may be from before the drop.
             why = f"--unfreeze: all layers before step {first}"
             self._missed.append(Due(why=why, step=first, planned=self._start, n_frozen=0))

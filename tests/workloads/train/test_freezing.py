@@ -50,14 +50,16 @@ class Run:
         saved: the last of them, and the state of the norms, before each step.
     """
 
-    def __init__(self, case):
+    def __init__(self, case, planned="shrunk"):
         elastic = SimpleNamespace(layers=LAYERS, watch_gradients=lambda **how: Norms(**how))
         rates = LearningRates(case.learning_rate, case.lr_schedule, case.lr_step_size or 50, 0.1)
         training = SimpleNamespace(
             elastic=elastic, n_steps=case.steps, rates=rates,
             plan=SimpleNamespace(n_steps_per_epoch=5),
         )  # fmt: skip
-        policy = FreezingPolicy(SimpleNamespace(case=case, training=training, start="start"))
+        current = SimpleNamespace(planned=planned)
+        inputs = SimpleNamespace(case=case, training=training, start="start", current=current)
+        policy = FreezingPolicy(inputs)
         self.changes, self.saved = [], {}
         for step in range(case.first_step, case.steps):
             n_frozen = [0, *(n for at, n in self.changes if at < step)][-1]
@@ -105,6 +107,10 @@ def test_layers_freeze_by_interval_until_the_learning_rate_drops(changes, wanted
 def test_a_run_that_goes_on_freezes_as_the_whole_one(first, wanted):
     """Its strategy may be of fewer trained layers than those after the drop."""
     assert changes_of(CASE, first=first) == wanted
+
+
+def test_a_run_that_goes_on_by_the_strategy_of_the_start_stays_there():
+    assert Run(replace(CASE, first_step=26), planned="start").changes == ALL[3:]
 
 
 def save_state(directory, n_frozen, freezing):
