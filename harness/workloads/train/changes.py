@@ -61,7 +61,7 @@ class StrategyChanges:
     ) -> None:
         self._case, self._context = case, context
         self._current = Current(planned=planned)
-        self._planner = NextPlanner(case, context)
+        self._planner = NextPlanner(case, context, len(training.data))
         # Captures the model and compiles the simulator, for which training would have to wait.
         run_on_rank_0(lambda: self._planner.step_s(planned.strategy, 0), context.world)
         inputs = PolicyInputs(

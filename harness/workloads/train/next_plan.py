@@ -19,6 +19,8 @@ import msgspec
 
 from harness.domain.fingerprint import MadeFor
 from harness.domain.freezing import frozen_operators
+from harness.domain.graph import Graph
+from harness.domain.partition import SAMPLE
 from harness.domain.sharding import weight_dims
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
@@ -39,10 +41,14 @@ _MOST_BESIDE_S = 30.0
 
 
 class NextPlanner:
-    """Checks and predicts further strategies of one run; rank 0 only."""
+    """Checks and predicts further strategies of one run; rank 0 only.
 
-    def __init__(self, case: TrainCase, context: Context) -> None:
-        self._case, self._context = case, context
+    Args:
+        n_samples: of the data set.
+    """
+
+    def __init__(self, case: TrainCase, context: Context, n_samples: int) -> None:
+        self._case, self._context, self._n_samples = case, context, n_samples
         # By the numbers of frozen layers and of those of them that are cached.
         self.simulator = cache(self._make_simulator)
         self._speeds: tuple[float, ...] = ()
@@ -130,10 +136,14 @@ class NextPlanner:
         """The predicted step of a strategy with so many frozen layers."""
         return self.simulator(n_frozen, n_skipped).simulate(strategy).step_s
 
-    def estimate_change_s(self, before: Strategy, after: Strategy, n_frozen: int) -> float:
+    def estimate_change_s(
+        self, before: Strategy, after: Strategy, n_frozen: int, n_skipped: int
+    ) -> float:
         """Seconds in which the slowest link moves its bytes, from the strategies alone."""
-        simulator = self.simulator(n_frozen, 0)
-        return self.predict_change_s(estimate_moved_bytes(simulator, before, after))
+        moved = estimate_moved_bytes(self.simulator(n_frozen, 0), before, after)
+        graph, n_samples = self.inputs.graph, self._n_samples
+        cached = estimate_cached_bytes(graph, n_skipped, before, after, n_samples)
+        return self.predict_change_s(Counter(moved) + Counter(cached))
 
     def predict_change_s(self, pair_bytes: PairBytes) -> float:
         """Seconds in which the slowest link moves its bytes."""
@@ -160,6 +170,31 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
             n_tensors = 1 + options.n_optimizer_states * (name not in options.frozen)
             share = one.region.n_elements / math.prod(shapes[name].values())
             found[one.source, one.target] += round(bytes_of[name] * share * n_tensors)
+    return dict(found)
+
+
+def estimate_cached_bytes(
+    graph: Graph, n_skipped: int, before: Strategy, after: Strategy, n_samples: int
+) -> PairBytes:
+    """Bytes of cached outputs that a change moves: each device that begins to read them receives
+    the rows of all samples.
+
+    Args:
+        n_skipped: layers that the cache replaces.
+    """
+    skipped = frozen_operators(graph, n_skipped)
+    found: Counter[tuple[int, int]] = Counter()
+    for operator, consumers in zip(graph.operators, graph.consumers(), strict=True):
+        names = {graph.operators[at].name for at in consumers} - skipped
+        if operator.name not in skipped or not names:
+            continue
+        had, reads = (
+            {device for name in names for device in strategy.operators[name].devices}
+            for strategy in (before, after)
+        )
+        for device in reads - had:
+            n_bytes = operator.activation_bytes * n_samples / operator.shape[SAMPLE]
+            found[min(had), device] += round(n_bytes)
     return dict(found)
 
 

@@ -157,7 +157,7 @@ class DriftPolicy(Policy):
         n_left, n_frozen = self._inputs.training.n_steps - step, current.n_frozen
         stay_s, next_s = found.start_step_s, found.step_s
         cost_s = current.still_s + planner.estimate_change_s(
-            current.planned.strategy, found.strategy, n_frozen
+            current.planned.strategy, found.strategy, n_frozen, current.n_skipped
         )
         sample = self._context.recorder.sample
         for side, value in (("stay", stay_s), ("change", next_s)):
@@ -312,7 +312,7 @@ class ShrinkPolicy(Policy):
             planned=planner.planned(strategy, n_frozen),
             before_s=planner.step_s(now, n_frozen, n_skipped),
             after_s=planner.step_s(strategy, n_frozen, n_skipped),
-            cost_s=current.still_s + planner.estimate_change_s(now, strategy, n_frozen),
+            cost_s=current.still_s + planner.estimate_change_s(now, strategy, n_frozen, n_skipped),
         )
 
     def _request(self, n_frozen: int, n_left: int) -> SearchAgain:

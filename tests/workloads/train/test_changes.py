@@ -26,7 +26,7 @@ from harness.workloads.train.cache import TrainingCache, _RecordedFreeze
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.next_plan import estimate_moved_bytes
+from harness.workloads.train.next_plan import estimate_cached_bytes, estimate_moved_bytes
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.policy import Due
 from harness.workloads.train.requests import (
@@ -284,6 +284,16 @@ def estimated_bytes(before, after, n_frozen=0):
     simulator = Simulator(graph, profile, small_cluster(2), options=options)
     named = strategies_of(graph)
     return estimate_moved_bytes(simulator, named[before], named[after])
+
+
+def test_a_rank_that_begins_to_read_the_cache_receives_all_rows():
+    """Of the values between convolutions and linear layers."""
+    graph = capture_graph(search_config_of(CASE))
+    named = strategies_of(graph)
+    single, ddp = named["single"], named["ddp"]
+    assert estimate_cached_bytes(graph, 2, single, ddp, 40) == {(0, 1): 40 * 16 * 5 * 5 * 4}
+    assert estimate_cached_bytes(graph, 2, ddp, single, 40) == {}
+    assert estimate_cached_bytes(graph, 0, single, ddp, 40) == {}
 
 
 def test_a_request_is_carried_out_and_answered(trained):
