@@ -94,7 +94,7 @@ class DriftPolicy(Policy):
         self._world = self._context.world
         self._times, self._speeds = MeanComputeTime(), DeviceSpeeds(self._world.size)
         self._planned_for = self._speeds.now  # of the last search
-        self._trained = inputs.current.trained
+        self._trained = self._searched_for = inputs.current.trained
         self._search, self._is_searching = BesideSearch(), False
         if self._world.is_first:
             self._search.warm_up()
@@ -107,8 +107,6 @@ class DriftPolicy(Policy):
             self._trained = self._inputs.current.trained
             self._times.reset()
             self._speeds.reset()
-            if self._is_searching:  # for what was trained before
-                self._begin()
             return None
         if self._is_searching:
             return self._answer(step)
@@ -124,7 +122,7 @@ class DriftPolicy(Policy):
 
     def _begin(self) -> None:
         """Search for the speeds of now; the search disturbs rank 0, so no times are taken."""
-        self._planned_for = self._speeds.now
+        self._planned_for, self._searched_for = self._speeds.now, self._inputs.current.trained
         self._is_searching = self._times.is_paused = True
         if not self._world.is_first:
             return
@@ -145,6 +143,9 @@ class DriftPolicy(Policy):
         if max(gather_numbers(float(found is not None), self._world)) == 0:
             return None
         self._is_searching = self._times.is_paused = False
+        if self._searched_for != self._inputs.current.trained:  # layers have frozen meanwhile
+            self._begin()
+            return None
         return broadcast_result(lambda: self._judge(found, step), Due | None, self._world)
 
     def _judge(self, found: FoundAgain | None, step: int) -> Due | None:

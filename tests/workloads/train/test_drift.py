@@ -76,11 +76,13 @@ def test_the_speed_of_a_rank_is_known_when_its_mean_has_settled():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The policy of one rank, its current strategy, and the searches that it has asked for."""
-    asked = []
+    """The policy of one rank, its current strategy, the searches that it has asked for, and
+    answers that it will find."""
+    asked, answers = [], []
     monkeypatch.setattr(replanning, "gather_numbers", lambda value, world: [value])
     monkeypatch.setattr(BesideSearch, "warm_up", lambda self: None)
     monkeypatch.setattr(BesideSearch, "start", lambda self, request: asked.append(request))
+    monkeypatch.setattr(BesideSearch, "poll", lambda self: answers.pop() if answers else None)
     current = Current(planned=SimpleNamespace(strategy="ddp"))
     context = SimpleNamespace(
         recorder=SimpleNamespace(sample=lambda *_, **labels: None),
@@ -91,12 +93,12 @@ def alone(monkeypatch):
         search_again=lambda n_frozen, start, n_skipped: (start, n_frozen, n_skipped),
     )
     inputs = SimpleNamespace(case=CASE, current=current, context=context, planner=planner)
-    return DriftPolicy(inputs), current, asked
+    return DriftPolicy(inputs), current, asked, answers
 
 
 def test_less_work_is_no_drift(alone):
     """Two layers freeze after step 30, and their outputs are cached after step 60."""
-    policy, current, asked = alone
+    policy, current, asked, _ = alone
     for number in range(1, 100):
         current.n_frozen, current.n_skipped = 2 * (number > 30), 2 * (number > 60)
         work_s = 4.0 - current.n_frozen / 2 - current.n_skipped
@@ -106,13 +108,13 @@ def test_less_work_is_no_drift(alone):
     assert not asked
 
 
-def test_a_search_begins_anew_when_layers_freeze_meanwhile(alone):
-    policy, current, asked = alone
+def test_a_search_begins_anew_when_layers_have_frozen_meanwhile(alone):
+    policy, current, asked, answers = alone
     for number in range(1, 100):
         current.n_frozen = 2 * (number > 75)
         policy._times.take(step(number, ("forward", 1.0 + (number > 30))))
-        if not policy._is_searching or current.n_frozen:
-            assert policy.due(number) is None
+        answers += ["for all layers"] * (number == 85)
+        assert policy.due(number) is None
     assert asked == [("ddp", 0, 0), ("ddp", 2, 0)]
 
 
