@@ -234,7 +234,7 @@ def _check_device(device: Device) -> None:
 
 
 def _check_links(links: list[Link], names: list[str]) -> None:
-    """Refuse links of unknown devices, links without bandwidth, and duplicates."""
+    """Refuse links of unknown devices or of one, links without bandwidth, and duplicates."""
     known, seen = set(names), set()
     for link in links:
         ends = link.source, link.target
@@ -242,6 +242,10 @@ def _check_links(links: list[Link], names: list[str]) -> None:
             raise ClusterError(
                 f"link {link.source} -> {link.target} names a device that is not in the "
                 f"cluster ({', '.join(names[:8])}{' ...' if len(names) > 8 else ''})"
+            )
+        if link.source == link.target:
+            raise ClusterError(
+                f"link {link.source} -> {link.target} joins a device with itself: name two devices"
             )
         if ends in seen:
             raise ClusterError(

@@ -56,6 +56,11 @@ def test_a_uniform_cluster_has_every_ordered_pair():
             [Link(source="a:0", target="a:1", latency_s=50, bandwidth_bytes_per_s=1)],
             "has latency 50 s and .* at most 10 s",
         ),
+        (
+            [Node(name="a", devices=[device(), device("a:1")])],
+            [Link(source="a:0", target="a:0", latency_s=0, bandwidth_bytes_per_s=1)],
+            "link a:0 -> a:0 joins a device with itself: name two devices",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(nodes, links, message):
