@@ -54,11 +54,7 @@ class Row:
         return self._cells[column].strip()
 
     def count(self, column: str, at_least: int = 1, at_most: int = MOST_COUNT) -> int:
-        """A whole number.
-
-        Raises:
-            DataError: it is none, or out of bounds.
-        """
+        """A whole number; raises DataError if it is none, or out of bounds."""
         name, text = f"{self.where}: {column}", self._cells[column]
         return parse_int(text, name, at_least=at_least, at_most=at_most, error=DataError)
 
@@ -188,7 +184,7 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
         row = dict(reversed(list(zip(header, cells, strict=True))))
         rows.append(Row(f"{path}:{k}", row, scales))
     if not rows:
-        raise DataError(f"{path} has no row below its header")
+        raise DataError(f"{path} has no row below its header: add one, or remove the file")
     return rows
 
 

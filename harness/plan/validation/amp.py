@@ -327,9 +327,11 @@ def read(folder: Path) -> points.Published:
         ]
         if given is None:
             continue
-        layout = given.calibrating[0].layout.name if given.calibrating else "nothing"
+        source = "assumed, because no layout without a pipeline ran:"
+        if given.calibrating:
+            source = f"{given.calibrating[0].layout.name} gives"
         notes.append(
-            f"{name}: {layout} gives {given.fit.fixed_s * 1e3:.3g} ms of a layer's time that does "
+            f"{name}: {source} {given.fit.fixed_s * 1e3:.3g} ms of a layer's time that does "
             f"not grow with the microbatch, and {given.fit.inside_bytes_per_s / 1e9:.3g} GB/s "
             f"within a node, {given.fit.parameters / 1e6:.3g} million parameters in a layer"
         )

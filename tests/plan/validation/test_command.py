@@ -130,6 +130,11 @@ def test_all_chunks_of_gpipe_but_the_last_run_forward_again(tmp_path, validated)
 
 def test_a_choice_that_failed_is_said_beside_the_regret(tmp_path, validated):
     (tmp_path / "known_cost").symlink_to(DATA / "amp/known_cost")
+    sample_of(DATA / "amp/trials.csv", tmp_path / "trials.csv", "homogeneous,1,16,1,2")
+    assert (
+        "homogeneous: assumed, because no layout without a pipeline ran: 0 ms of"
+        in (validated(tmp_path)["notes"][0])
+    )
     sample_of(DATA / "amp/trials.csv", tmp_path / "trials.csv", "homogeneous,1,16", "ous,4,4,1")
     assert validated(tmp_path)["missing"][-1] == (
         "the predicted fastest of homogeneous, tp1 dp16 pp1 microbatch 2, failed: its regret is "
