@@ -18,8 +18,8 @@ STRATEGY_FLAGS = frozenset({
     "recompute", "recompute_segments", "reduce_dtype", "shard_state", "search_seconds",
     "search_budget", "trials", "memory",
 }) - {"freeze", "change"}  # fmt: skip
-# Flags that define a strategy or its search, and the file of an imported log; compared runs agree
-# in all others.
+# Flags that define a strategy or its search, and the file of an imported log. Compared runs agree
+# in all others but BETWEEN_STEPS.
 COMPARED = STRATEGY_FLAGS | {
     *CHANGING, "freeze_alpha", "freeze_interval", "unfreeze", "survive", "rejoin",
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
@@ -53,7 +53,7 @@ def configured_number(run: Headed, name: str) -> float | None:
 
 def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]:
     """The settings in which compared runs agree, without some and without those that are off."""
-    left_out = COMPARED.union(without)
+    left_out = COMPARED.union(BETWEEN_STEPS, without)
     return {
         name: value
         for name, value in run.header.config.items()
@@ -61,15 +61,12 @@ def rest_of_config(run: Headed, without: Collection[str] = ()) -> dict[str, Any]
     }
 
 
-def own_settings(run: Headed) -> dict[str, Any]:
-    """The settings in which compared runs may differ, without those that are off or that the run
-    does not use: equal for repeats."""
+def own_settings(run: Headed, without: Collection[str] = ()) -> dict[str, Any]:
+    """The settings in which compared runs may differ, without some and without those that are off
+    or that the run does not use: equal for repeats."""
+    names = COMPARED.union(BETWEEN_STEPS).difference(("n_ranks",), without)
     used = telling_flags("train", run.header.config)
-    return {
-        name: value
-        for name, value in used.items()
-        if name in COMPARED and name != "n_ranks" and not is_off(value)
-    }
+    return {name: used[name] for name in names & used.keys() if not is_off(used[name])}
 
 
 def telling_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:

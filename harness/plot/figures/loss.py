@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.measure.derive.settings import BETWEEN_STEPS, rest_of_config, telling_settings
+from harness.measure.derive.settings import rest_of_config, telling_settings
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import RunNumbers
@@ -60,7 +60,7 @@ def _workloads(cases: Iterable[TrainingCase]) -> dict[str, list[TrainingCase]]:
 
 
 def _settings(case: TrainingCase) -> dict[str, Any]:
-    return rest_of_config(case.case.runs[0], BETWEEN_STEPS)
+    return rest_of_config(case.case.runs[0])
 
 
 def _rows(case: TrainingCase, words: dict[str, str]) -> Rows:

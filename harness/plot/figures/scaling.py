@@ -90,7 +90,7 @@ def _network_words(case: RepeatGroup) -> str:
 
 def _problem(case: TrainingCase) -> dict[str, Any]:
     """The other settings in which a series and its baseline agree."""
-    return rest_of_config(case.case.runs[0], BETWEEN_STEPS | FREE)
+    return rest_of_config(case.case.runs[0], FREE)
 
 
 def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
@@ -120,7 +120,7 @@ def _strategies_told(cases: Iterable[TrainingCase]) -> dict[int, str]:
         by_name[case.first.strategy].append(case)
     found: dict[int, str] = {}
     for alike in by_name.values():
-        told = telling_settings([own_settings(case.case.runs[0]) for case in alike])
+        told = telling_settings([own_settings(c.case.runs[0], BETWEEN_STEPS) for c in alike])
         found |= zip(map(id, alike), told, strict=True)
     return found
 

@@ -90,6 +90,15 @@ def test_logs_of_other_programs_are_compared_and_no_repeats():
     assert [row.speedup for row in rows] == [None, 1.5, 3.0]
 
 
+def test_runs_of_other_lengths_are_compared_and_no_repeats():
+    runs = [trained("ddp", 2, 1.0, steps=k, evaluate=k > 9) for k in (5, 10)]
+    rows = table(trained("single", 1, 2.0, steps=50, profiler_steps=3), *runs)
+    assert [row.strategy for row in rows] == [
+        "single on 1", "ddp on 2 · evaluate · steps 10", "ddp on 2 · steps 5",
+    ]  # fmt: skip
+    assert [row.speedup for row in rows] == [None, 2.0, 2.0]
+
+
 def test_a_failed_repeat_counts_as_started_only():
     failed = trained("ddp", 2, 1.0, status="oom")
     rows = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0), failed)

@@ -294,7 +294,7 @@ def test_a_model_of_another_size_is_no_baseline_of_scaling(tmp_path):
 
 def test_each_problem_of_a_series_is_a_line_of_its_own(tmp_path):
     for n, batch in ((1, 32), (2, 32), (1, 256), (2, 256), (4, 256)):
-        config = train_config("ddp", batch)
+        config = train_config("ddp", batch, steps=20 * n)
         write_training(tmp_path, f"{n}-{batch}", config, make_cluster(n), 0.1, 0.0)
     table = table_of("scaling", catalog_of(tmp_path))
     series = "ddp · resnet50 · fp32 · RTX 3070, by step"
