@@ -1,8 +1,11 @@
 """Utilisation, temperature, memory and power of every device over the time of a run."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -11,12 +14,16 @@ from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import TELEMETRY
 from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
 
+if TYPE_CHECKING:
+    from matplotlib.figure import SubFigure
+
 _UNITS = (
     *(("load (%)", 1.0), ("temperature (°C)", 1.0)),
     *(("memory in use (GiB)", 2.0**-30), ("power (W)", 1.0)),
 )
 METRICS = dict(zip(TELEMETRY, _UNITS, strict=True))
 MAX_RUNS = 12
+MAX_NAMED = 12  # entries of a legend
 
 
 def rows(catalog: Catalog) -> Rows:
@@ -71,8 +78,19 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
             row.subplots(1, len(metrics), squeeze=False).flat, metrics, strict=True
         ):
             _draw_metric(axes, readings[readings["metric"] == metric], metric, styles)
-        handles, names = row.axes[0].get_legend_handles_labels()
-        row.legend(handles, names, loc="outside right center", fontsize=7.5)
+        _draw_legend(row)
+
+
+def _draw_legend(row: SubFigure) -> None:
+    """Name as many devices as fit beside the panels."""
+    from matplotlib.lines import Line2D
+
+    handles, names = row.axes[0].get_legend_handles_labels()
+    if len(names) > MAX_NAMED:
+        more = Line2D([], [], linestyle="")
+        handles = [*handles[: MAX_NAMED - 1], more]
+        names = [*names[: MAX_NAMED - 1], f"and {len(names) - MAX_NAMED + 1} more"]
+    row.legend(handles, names, loc="outside right center", fontsize=7.5)
 
 
 def _draw_metric(

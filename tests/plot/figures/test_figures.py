@@ -687,6 +687,20 @@ def test_a_crowd_of_lines_leaves_its_labels_at_their_points():
     assert all(note.get_window_extent().y1 < panel.get_window_extent().y1 for note in panel.texts)
 
 
+def test_the_legend_of_many_devices_fits_beside_their_panels():
+    readings = [{"rank": n, "device": f"rank {n} (node{n}:cuda:0)"} for n in range(32)]
+    same = {"label": "net · ddp", "repeat": 0, "status": "ok", "reason": "", "value": 50.0}
+    same |= {"metric": "device_utilization_percent", "time_s": 1.0}
+    canvas = Canvas(layout="constrained")
+    load_figure("device_load").draw(pd.DataFrame(readings).assign(**same), canvas)
+    canvas.draw_without_rendering()
+    (legend,) = canvas.subfigs[0].legends
+    assert legend.get_texts()[-1].get_text() == "and 21 more"
+    place = legend.get_window_extent()
+    assert place.y0 >= 0
+    assert place.y1 <= canvas.bbox.y1
+
+
 def test_the_interval_of_a_bubble_ends_within_its_panel():
     row = {"model": "net", "label": "pipeline", "strategy": "pipeline", "status": "ok"}
     row |= {"reason": "", "n_stages": 2, "n_microbatches": 2, "n_values": 6, "rank": None}
