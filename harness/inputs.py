@@ -35,6 +35,7 @@ MOST_FILE_BYTES = 128 * 2**20
 _LONGEST_NUMBER = 40
 _LONGEST_SHOWN = 60
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_DIGITS = re.compile(r"([0-9]{1,15})")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
 # Of byte-order marks.
 CODECS = (
@@ -85,6 +86,12 @@ def find_ints(
     """All as by `find_int`; None if it finds none in one of them."""
     found = [find_int(text, at_least, at_most) for text in texts]
     return None if None in found else tuple(number for number in found if number is not None)
+
+
+def by_number(name: str) -> tuple[tuple[int, str], ...]:
+    """A key by which `rank 2` is before `rank 10`."""
+    numbers = [(find_int(part), part) for part in _DIGITS.split(name)]
+    return tuple((-1, part) if number is None else (number, "") for number, part in numbers)
 
 
 def find_number(

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from harness.domain.prediction import Validation, validation_file
 from harness.domain.run import HOST_SETTINGS, RunHeader, telling_flags
 from harness.errors import HarnessError, ResultsError
+from harness.inputs import by_number
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.settings import configured_number, telling_settings
@@ -39,7 +40,7 @@ from harness.measure.derive.training import (
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Found, Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
-from harness.plot.style import by_number, shorten
+from harness.plot.style import shorten
 from harness.units import format_number
 
 MOST = 2

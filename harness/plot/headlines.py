@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.domain.run import HOST_SETTINGS, RunHeader
+from harness.inputs import by_number
 from harness.measure.derive.devices import low_peak_warnings, product_noise
 from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, stolen_warnings
 from harness.measure.derive.links import above_link_text, disturbed_text, link_noise, slow_text
@@ -13,7 +14,6 @@ from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.plot.catalog import Catalog
 from harness.plot.predicted import cells, planned_cases
-from harness.plot.style import by_number
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from harness.domain.run import STATUS_WORDS
-from harness.inputs import find_int
+from harness.inputs import by_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,6 @@ MAX_FAILURES = 10  # that are listed below a figure
 FEWEST = 8  # values that a 99 % interval of the median needs
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 DOMAIN = re.compile(r"\.[A-Za-z][^:]*")  # up to a rank, and none of an address
-DIGITS = re.compile(r"([0-9]{1,15})")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 RC: Any = {
@@ -128,12 +127,6 @@ def _shade(colour: str, variant: str) -> str:
     end = 255 if amount > 0 else 0
     channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(c + (end - c) * abs(amount)):02X}" for c in channels)
-
-
-def by_number(name: str) -> list[tuple[int, str]]:
-    """A key by which `rank 2` is before `rank 10`."""
-    numbers = [(find_int(part), part) for part in DIGITS.split(name)]
-    return [(-1, part) if number is None else (number, "") for number, part in numbers]
 
 
 def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:

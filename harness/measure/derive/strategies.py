@@ -11,6 +11,7 @@ from statistics import median
 from typing import Literal
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
+from harness.inputs import by_number
 from harness.measure.derive.settings import (
     ONE_DEVICE,
     configured,
@@ -111,7 +112,8 @@ def _compared(group: Sequence[tuple[Headed, TrainingSummary]]) -> list[StrategyR
         is_single = configured(run, "strategy") == "single"
         place = (name != "single", not is_single, name, summary.n_ranks, own)
         by_strategy.setdefault(place, []).append((run, summary))
-    rows = _told_apart([by_strategy[place] for place in sorted(by_strategy)])
+    order = sorted(by_strategy, key=lambda p: (*p[:2], by_number(p[2]), p[3], by_number(p[4])))
+    rows = _told_apart([by_strategy[place] for place in order])
     baseline = next((row for row in rows if row.step_s), None)
     return rows if baseline is None else [_against(baseline, row) for row in rows]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.inputs import by_number
 from harness.measure.derive.settings import rest_of_config, telling_settings
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import RunNumbers
 from harness.plot.style import (
-    by_number,
     colour_of,
     grid_panels,
     joint_legend,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from harness.inputs import by_number
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
@@ -14,7 +15,6 @@ from harness.plot.style import (
     FAILED,
     LIMIT,
     WIDTH_IN,
-    by_number,
     colour_of,
     move_clear,
     note_failures,

@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.inputs import by_number
 from harness.measure.derive.prediction import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Axes, Canvas, Figure, Rows
@@ -11,7 +12,6 @@ from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
-    by_number,
     colour_of,
     draw_bar_panels,
     joint_legend,

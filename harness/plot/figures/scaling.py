@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from harness.inputs import by_number
 from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive.settings import (
     BETWEEN_STEPS,
@@ -32,7 +33,6 @@ from harness.plot.style import (
     LEGEND_ROW_IN,
     MUTED,
     WIDTH_IN,
-    by_number,
     colour_of,
     joint_legend,
     move_clear,

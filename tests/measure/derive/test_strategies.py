@@ -72,12 +72,13 @@ def test_separate_repeats_are_faster_by_the_ratio_of_their_medians():
 
 
 def test_runs_by_other_settings_of_a_search_are_no_repeats():
-    runs = [trained("searched", 2, 3.0 - k, trials=k, predict=k > 1) for k in (1, 1, 2)]
+    counts = (2, 2, 10)
+    runs = [trained("searched", 2, 12.0 - k, trials=k, predict=k > 2) for k in counts]
     first, second = table(*runs)
     assert [row.strategy for row in (first, second)] == [
-        f"searched on 2 · trials {k}" for k in (1, 2)
+        f"searched on 2 · trials {k}" for k in (2, 10)
     ]
-    assert (first.n_started, second.n_started, second.speedup) == (2, 1, 2.0)
+    assert (first.n_started, second.n_started, second.speedup) == (2, 1, 5.0)
     # ddp has no use for this flag.
     alike = [trained("ddp", 2, 3.0, trials=k) for k in (1, 2)]
     assert [row.n_started for row in table(*alike, trained("single", 1, 1.0))] == [1, 2]
