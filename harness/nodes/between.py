@@ -13,9 +13,12 @@ other checks and take longer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.domain.interface import Interface, choose_interface
@@ -30,7 +33,8 @@ class Connection:
     """One ordered pair's outcome.
 
     Attributes:
-        error: empty on success, else resolve, timeout, refused or impostor.
+        error: empty on success, else resolve, timeout, refused, impostor, or interface: only the
+            address that runs take does not answer.
         detail: the address, or details of the error.
     """
 
@@ -59,12 +63,18 @@ class Pairs:
 
 
 async def connect_pairs(
-    sessions: Sequence[Session], new: Collection[str], *, pythons: list[str], timeout_s: float
+    sessions: Sequence[Session],
+    new: Collection[str],
+    addresses: Mapping[str, str],
+    *,
+    pythons: list[str],
+    timeout_s: float,
 ) -> Pairs:
     """Test every ordered pair; a host that fails costs at most `timeout_s` per phase.
 
     Args:
         new: hosts of which each tested pair includes at least one.
+        addresses: of hosts, which runs take; each must answer as the host's name does.
     """
     limit_s = round(3 * timeout_s)
     agents = await asyncio.gather(
@@ -74,7 +84,7 @@ async def connect_pairs(
     listening = [agent for agent in agents if agent.host in ports]
     for agent in listening:
         peers = [
-            [peer.host, ports[peer.host]["port"]]
+            [peer.host, ports[peer.host]["port"], addresses.get(peer.host, "")]
             for peer in listening
             if peer is not agent and (peer.host in new or agent.host in new)
         ]
@@ -222,16 +232,27 @@ async def _gather_outputs(
     return found, errors
 
 
-def choose_run_interfaces(hosts: Mapping[str, Facts]) -> dict[str, Facts]:
+def choose_run_interfaces(hosts: Mapping[str, Facts], repo_dir: str) -> dict[str, Facts]:
     """Add to each host the interface and address that a run over all these hosts would use."""
     hostnames = [facts.hostname for facts in hosts.values()]
     interfaces = [_addresses(facts) for facts in hosts.values()]
     found = dict(hosts)
     for rank, (host, facts) in enumerate(hosts.items()):
-        nic = choose_interface(rank, hostnames, interfaces)
+        wanted = requested_interface(Path(repo_dir) / "hosts", facts.hostname)
+        nic = choose_interface(rank, hostnames, interfaces, wanted)
         if nic and not nic.is_loopback:
             found[host] = replace(facts, run_interface=nic.name, run_address=nic.address)
     return found
+
+
+def requested_interface(directory: Path, hostname: str) -> str:
+    """The interface that the settings of runs name for a host, or empty; as entry.sh reads them."""
+    for name in (hostname, "cluster"):
+        with contextlib.suppress(OSError, ValueError):
+            text = (directory / f"{name}.env").read_text()
+            if set_there := re.search(r"^GLOO_SOCKET_IFNAME=(\S+)", text, re.MULTILINE):
+                return set_there[1]
+    return ""
 
 
 def _addresses(facts: Facts) -> list[Interface]:
@@ -253,10 +274,6 @@ def _addresses(facts: Facts) -> list[Interface]:
 TCP, MPI, ALLREDUCE = "tcp", "mpi", "allreduce"
 Healthy = tuple[Session, Facts]
 Progress = Callable[[str], None]
-
-
-def _facts_by_host(hosts: Sequence[Healthy]) -> dict[str, Facts]:
-    return choose_run_interfaces({session.host: facts for session, facts in hosts})
 
 
 class Talk:
@@ -285,14 +302,18 @@ class Talk:
         """
         await self._connect(hosts)
         self._start_ranks(hosts)
-        await self._say_hello(_facts_by_host(hosts))
+        await self._say_hello(self._facts(hosts))
 
     async def finish(self, hosts: Sequence[Healthy]) -> None:
         """Reduce over all these hosts; repeat TCP and MPI if some were not in `begin`."""
         self._start_ranks(hosts)
-        await self._reduce(_facts_by_host(hosts))
+        await self._reduce(self._facts(hosts))
         await self._connect(hosts)
-        await self._say_hello(_facts_by_host(hosts))
+        await self._say_hello(self._facts(hosts))
+
+    def _facts(self, hosts: Sequence[Healthy]) -> dict[str, Facts]:
+        known = {session.host: facts for session, facts in hosts}
+        return choose_run_interfaces(known, self._order.repo_dir)
 
     async def _connect(self, hosts: Sequence[Healthy]) -> None:
         sessions = [session for session, _ in hosts]
@@ -301,7 +322,11 @@ class Talk:
             return
         self._progress(f"TCP between {len(sessions)} hosts")
         found = await connect_pairs(
-            sessions, new, pythons=[self._python, "python3"], timeout_s=self._order.timeout_s / 2
+            sessions,
+            new,
+            {host: facts.run_address for host, facts in self._facts(hosts).items()},
+            pythons=[self._python, "python3"],
+            timeout_s=self._order.timeout_s / 2,
         )
         self.pairs = found if self.pairs is None else self.pairs | found
         self._connected |= new

@@ -48,7 +48,16 @@ def find_mpirun(env_dir: str) -> str | None:
     return str(path) if os.access(path, os.X_OK) else shutil.which("mpirun")
 
 
-def common_network(facts: Mapping[str, Facts]) -> str:
+def common_networks(facts: Mapping[str, Facts]) -> list[str]:
+    """The IPv4 networks that all hosts share: that of the interfaces which runs take, and that of
+    the hosts' names."""
+    by_name = {
+        host: replace(found, run_interface="", run_address="") for host, found in facts.items()
+    }
+    return [*dict.fromkeys(filter(None, map(_common_network, (facts, by_name))))]
+
+
+def _common_network(facts: Mapping[str, Facts]) -> str:
     """The IPv4 network of all hosts' cluster interfaces; empty if they differ."""
     networks: set[str] = set()
     for host in facts.values():
@@ -96,7 +105,7 @@ async def run_hello(
     mpirun: str, facts: Mapping[str, Facts], *, python: str, timeout_s: float, shared: str = ""
 ) -> Hello:
     """Start one rank on each host and wait for all, as a run does; after a failure, try again over
-    the hosts' common network, then with each host as a job of its own.
+    networks that the hosts share, then with each host as a job of its own.
 
     Args:
         shared: directory of ssh connections to reuse; the jobs of one host do not use it.
@@ -112,9 +121,9 @@ async def run_hello(
     hello = await run_over("")
     if not hello.error or len(hosts) == 1:
         return hello
-    network = common_network(facts)
-    if network and not (named := await run_over(network)).error:
-        return named
+    for network in common_networks(facts):
+        if not (named := await run_over(network)).error:
+            return named
     return replace(hello, culprits=await _find_culprits(mpirun, hosts, python, timeout_s / 2))
 
 

@@ -161,7 +161,8 @@ async def survey(
         await talk.finish(healthy)
         reports = await inspection.reports()
     taken = {session.host for session, _ in healthy}
-    facts = choose_run_interfaces({r.name: r.facts for r in reports if r.is_in})
+    known = {r.name: r.facts for r in reports if r.is_in}
+    facts = choose_run_interfaces(known, order.repo_dir)
     return Survey(
         order=order,
         reports=tuple(replace(r, facts=facts.get(r.name, r.facts)) for r in reports),

@@ -267,6 +267,15 @@ def test_one_way_that_fails_blames_the_source(hosts, full_mesh):
     assert "in the firewall of n0" in hosts(3).judge("tcp", 0, pairs=pairs)[0].remedy
 
 
+def test_an_address_of_runs_that_leads_nowhere_names_the_settings_to_write(hosts, full_mesh):
+    dead = Connection(error="interface", detail="10.1.0.2: No route to host")
+    cluster = hosts(2).facts(0, run_interface="ib0", run_address="10.1.0.1")
+    (finding,) = cluster.judge("tcp", 0, pairs=full_mesh(2, n0_n1=dead))
+    assert "not n1 (no answer at the address that runs take: 10.1.0.2: No" in finding.detail
+    assert finding.remedy.startswith("repair the network of ib0; or, if it is to lead nowhere, ")
+    assert "into hosts/n0.env, each on a line, GLOO_SOCKET_IFNAME=eth0, NCCL_" in finding.remedy
+
+
 def test_another_machine_behind_a_name_is_found(hosts, full_mesh):
     pairs = full_mesh(3, n0_n1=Connection(error="impostor", detail="10.0.0.3 is n2"))
     (finding,) = hosts(3).judge("tcp", 0, pairs=pairs)

@@ -6,7 +6,7 @@ import pytest
 from launching import write_program
 
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
-from harness.nodes.mpi import common_network, explain_mpirun, find_mpirun, mpi_command, run_hello
+from harness.nodes.mpi import common_networks, explain_mpirun, find_mpirun, mpi_command, run_hello
 from harness.nodes.ssh import remote_text
 
 
@@ -21,12 +21,12 @@ def facts(address, *, prefix=24):
 
 
 def test_the_network_that_all_hosts_share_is_the_one_mpi_uses():
-    assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}) == "10.0.0.0/24"
+    assert common_networks({"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}) == ["10.0.0.0/24"]
 
 
 def test_hosts_on_unlike_networks_leave_the_choice_to_mpi():
-    assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.1.2")}) == ""
-    assert common_network({"a": facts("10.0.0.1"), "b": Facts()}) == ""
+    assert common_networks({"a": facts("10.0.0.1"), "b": facts("10.0.1.2")}) == []
+    assert common_networks({"a": facts("10.0.0.1"), "b": Facts()}) == []
 
 
 def test_the_command_names_hosts_once_and_never_asks():

@@ -156,10 +156,11 @@ def in_sessions(names, use):
     return asyncio.run(go())
 
 
-def connect(names):
-    return in_sessions(
-        names, lambda some: connect_pairs(some, names, pythons=[sys.executable], timeout_s=10)
-    )
+def connect(names, **addresses):
+    def test_pairs(some):
+        return connect_pairs(some, names, addresses, pythons=[sys.executable], timeout_s=10)
+
+    return in_sessions(names, test_pairs)
 
 
 def test_pairs_meet_by_name_and_know_each_other(fake_ssh):
@@ -170,6 +171,12 @@ def test_pairs_meet_by_name_and_know_each_other(fake_ssh):
     for connection in pairs.connections.values():
         assert connection.error == ""
         assert 0 < connection.rtt_s < 1
+
+
+def test_an_address_of_runs_that_does_not_answer_is_a_failed_pair(fake_ssh):
+    pairs = connect(["localhost", "127.0.0.1"], localhost="255.255.255.255")
+    assert pairs.connections["127.0.0.1", "localhost"].error == "interface"
+    assert pairs.connections["localhost", "127.0.0.1"].error == ""
 
 
 def test_a_name_that_does_not_resolve_there_is_a_failed_pair(fake_ssh):

@@ -13,7 +13,12 @@ _REASONS = {
     "timeout": "no answer",
     "refused": "refused",
     "impostor": "another machine answers",
+    "interface": "no answer at the address that runs take",
 }
+# By which torch and Open MPI take another interface; entry.sh reads them from a file.
+_INTERFACE_VARIABLES = (
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",
+)  # fmt: skip
 
 
 def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -33,7 +38,7 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
     mine = {target: c for (source, target), c in pairs.connections.items() if source == report.name}
     failed = {target: c for target, c in mine.items() if c.error}
     if failed:
-        return _explain_failures(report.name, mine, failed, pairs)
+        return _explain_failures(report, mine, failed, pairs)
     slowest_s = max((c.rtt_s or 0.0 for c in mine.values()), default=0.0)
     text = f"reaches {len(mine)} of {len(mine)}, round trip up to {format_duration(slowest_s)}"
     return ok(text + _without(survey, (*mine, report.name)))
@@ -51,8 +56,9 @@ def _excluded(report: HostReport, survey: Survey) -> list[Judgement]:
 
 
 def _explain_failures(
-    name: str, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
+    report: HostReport, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
 ) -> list[Judgement]:
+    name = report.name
     reasons = [
         f"{target} ({_REASONS.get(c.error, c.error)}{': ' + c.detail if c.detail else ''})"
         for target, c in failed.items()
@@ -62,12 +68,24 @@ def _explain_failures(
     if errors & {"resolve", "impostor"}:
         targets = " ".join(failed)
         return critical(text, f"ssh {name} getent hosts {targets}; correct its /etc/hosts")
+    if errors == {"interface"}:
+        return critical(text, _other_interface(report))
     blamed = [target for target in failed if _is_shut(target, pairs)]
     guilty = blamed[0] if blamed else name
     return critical(
         text,
         f"open all TCP ports between the hosts in the firewall of {guilty}: "
         f"ssh {guilty} sudo iptables -L -n (or ufw status)",
+    )
+
+
+def _other_interface(report: HostReport) -> str:
+    """The settings by which runs take the interface of the hosts' names."""
+    named = next((route.interface for route in report.facts.peer_routes), "INTERFACE")
+    lines = (f"{name}={named}" for name in _INTERFACE_VARIABLES)
+    return (
+        f"repair the network of {report.facts.run_interface}; or, if it is to lead nowhere, write "
+        f"into hosts/{report.facts.hostname}.env, each on a line, {', '.join(lines)}"
     )
 
 

@@ -2,7 +2,7 @@
 
 Lines on standard input and output, JSON each:
     out  {"port": P}
-    in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT], ...]}
+    in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT, ADDRESS], ...]}
     out  {"peers": {NAME: {"rtt_s": R} | {"error": E}}}
     in   a line or the end of the file: the listener may end
 """
@@ -43,12 +43,21 @@ def answer(connection: socket.socket, identity: "Identity") -> None:
         pass  # the peer reports it
 
 
-def ask(name: str, port: int, timeout_s: float) -> "dict[str, object]":
-    """Connect to the peer and verify its name."""
+def ask_both(name: str, port: int, address: str, timeout_s: float) -> "dict[str, object]":
+    """Connect to the peer by its name, then at the address that runs take, if that is another."""
+    found = ask(name, port, name, timeout_s)
+    if "error" in found or address in ("", found["address"]):
+        return found
+    direct = ask(address, port, name, timeout_s)
+    return {"error": "interface", "detail": direct["detail"]} if "error" in direct else found
+
+
+def ask(target: str, port: int, name: str, timeout_s: float) -> "dict[str, object]":
+    """Connect to a name or address and verify that the peer of this name answers."""
     address = ""
     try:
-        address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
-        with socket.create_connection((name, port), timeout=timeout_s) as connection:
+        address = str(socket.getaddrinfo(target, port, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.create_connection((target, port), timeout=timeout_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             replies = connection.makefile("rb")
             rtts_s = []
@@ -100,8 +109,8 @@ def main() -> None:
     identity.is_known.set()
     results: dict[str, object] = {}
 
-    def collect(name: str, port: int) -> None:
-        results[name] = ask(name, port, order["timeout_s"])
+    def collect(name: str, port: int, address: str) -> None:
+        results[name] = ask_both(name, port, address, order["timeout_s"])
 
     threads = [threading.Thread(target=collect, args=peer, daemon=True) for peer in order["peers"]]
     for thread in threads:
