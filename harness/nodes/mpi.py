@@ -171,7 +171,9 @@ def parse_hello(text: str) -> tuple[str, ...]:
     return ()
 
 
-_NOISE = re.compile(r"^-+$|^\s*$|^Sorry!|supposed to get help|help file|^\[.*\] \d+ more process")
+_NOISE = re.compile(
+    r"^-+$|^\s*$|^Sorry!|supposed to get help|help file|^\[.*\] \d+ more process|: setpgid\("
+)
 
 
 def explain_mpirun(stderr: str) -> str:

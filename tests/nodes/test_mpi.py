@@ -88,6 +88,8 @@ ORTE was unable to reliably start one or more daemons.
     assert explain_mpirun(text) == "ssh: connect to host n1 port 22: No route to host"
     assert explain_mpirun("Sorry!  You were supposed to get help about:\nno slots\n") == "no slots"
     assert explain_mpirun("") == ""
+    raced = "[a:1] plm:rsh: Warning: setpgid(2,2) failed in parent with errno=Permission denied(13)"
+    assert explain_mpirun(f"{raced}\nno slots\n") == "no slots"
 
 
 @pytest.mark.mpi
