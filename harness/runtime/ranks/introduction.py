@@ -6,13 +6,16 @@ no torch, the usual cause: `python -m harness.runtime.ranks.introduction FLAGS..
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +23,7 @@ import msgspec
 from harness.domain.interface import Interface, choose_interface, find_namesakes
 from harness.errors import LaunchError
 from harness.inputs import find_number
+from harness.runtime.agent import CHECK
 from harness.runtime.agent.ended import flags_in
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
@@ -27,6 +31,8 @@ from harness.runtime.ranks.interfaces import list_interfaces
 
 # Defaults of flags, of which the shorter bounds the agents' heartbeats.
 RUN_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 3600.0, 30.0
+_PATIENCE_S = 60.0
+_log = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int, str]
 """Address, port and token of rank 0's agent."""
@@ -53,17 +59,19 @@ def introduce(
     if not launch.has_mpi:
         return None
     channel.join()
-    comm = _mpi_world(launch)
-    if launch.size > 1:
+    with _told_where_mpi_waits(launch.rank):
+        comm = _mpi_world(launch)
+        if launch.size == 1:
+            return comm
         mine = (platform.node(), list_interfaces(), environ.get("GLOO_SOCKET_IFNAME", ""))
-        kind = tuple[str, list[Interface], str]
         gathered = comm.allgather(msgspec.json.encode(mine))
-        hosts = (msgspec.json.decode(data, type=kind) for data in gathered)
-        names, interfaces, requested = map(list, zip(*hosts, strict=True))
-        connect_agents(
-            channel, launch.rank, names, interfaces, requested[0], limit_s,
-            lambda endpoint: comm.bcast(endpoint, root=0),
-        )  # fmt: skip
+    kind = tuple[str, list[Interface], str]
+    hosts = (msgspec.json.decode(data, type=kind) for data in gathered)
+    names, interfaces, requested = map(list, zip(*hosts, strict=True))
+    connect_agents(
+        channel, launch.rank, names, interfaces, requested[0], limit_s,
+        lambda endpoint: comm.bcast(endpoint, root=0),
+    )  # fmt: skip
     return comm
 
 
@@ -123,6 +131,20 @@ def find_interface(
             f"other hosts (it has {names}): {remedy} to the right one"
         )
     return found
+
+
+@contextmanager
+def _told_where_mpi_waits(rank: int) -> Iterator[None]:
+    """Warn on rank 0 if it takes long: over an interface that leads nowhere MPI waits for ever."""
+    text = "MPI has not connected all ranks within %.0f s; if it does not soon, stop and %s"
+    timer = threading.Timer(_PATIENCE_S, _log.warning, (text, _PATIENCE_S, CHECK))
+    timer.daemon = True
+    if rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _mpi_world(launch: Launch) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -240,3 +241,12 @@ def test_each_host_may_name_an_interface_of_its_own(monkeypatch):
     monkeypatch.setattr(rendezvous, "_store", Mock())
     assert rendezvous._connect_over_mpi(comm, everyone[1])[1:] == ("10.0.0.0", 5)
     assert [world.interface for world in worlds(everyone)] == ["eth0", "eno1"]
+
+
+@pytest.mark.parametrize(("rank", "is_said"), [(0, True), (1, False)])
+def test_rank_0_says_what_to_do_where_mpi_waits(rank, is_said, monkeypatch, caplog):
+    monkeypatch.setattr(introduction, "_PATIENCE_S", 0.05)
+    with introduction._told_where_mpi_waits(rank):
+        time.sleep(0.5)
+    said = "MPI has not connected all ranks within 0 s; if it does not soon, stop and run: bash "
+    assert (said in caplog.text) == is_said
