@@ -195,7 +195,7 @@ def _write_cluster(
     is_first = not shared.exists() and (bool(pairs) or context.world.size == 1)
     if config.cluster_file is not None:
         written.append(config.cluster_file)
-    elif is_first or (pairs and is_complete(asdict(config))):
+    elif config.transport != "mpi" and (is_first or (pairs and is_complete(asdict(config)))):
         written.append(shared)
     for path in written:
         write_atomically(path, cluster.to_json())

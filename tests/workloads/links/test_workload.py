@@ -28,7 +28,13 @@ from harness.workloads.links.pairs import (
     measured_flops,
     time_pair,
 )
-from harness.workloads.links.workload import LinksConfig, links_cases, links_text, run_links
+from harness.workloads.links.workload import (
+    LinksConfig,
+    _write_cluster,
+    links_cases,
+    links_text,
+    run_links,
+)
 
 MB = 1e6
 SMALL = LinksConfig(
@@ -102,6 +108,17 @@ def test_the_cluster_holds_links_collectives_nics_and_rates():
     ]
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
     assert cluster.collectives == [point]
+
+
+@pytest.mark.parametrize(("transport", "is_shared"), [("torch", True), ("mpi", False)])
+def test_links_over_mpi_are_not_those_that_training_is_planned_by(tmp_path, transport, is_shared):
+    run_dir = tmp_path / "run"
+    write_header(run_dir, local_header(["a", "b"]))
+    context = SimpleNamespace(run_dir=run_dir, world=SimpleNamespace(size=2))
+    pairs = {pair: line(40e-6, 121 * MB, [1 << 22]) for pair in ((0, 1), (1, 0))}
+    _write_cluster(LinksConfig(transport=transport), context, pairs, [], [])
+    assert (run_dir / "cluster.json").exists()
+    assert (tmp_path / "cluster.json").exists() == is_shared
 
 
 def test_a_disturbed_latency_neither_stays_nor_raises_the_bandwidth():
