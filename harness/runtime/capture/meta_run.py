@@ -21,7 +21,7 @@ from harness.runtime.capture.operators import is_opaque
 from harness.runtime.capture.saved import SavedTensors, call_saving, tensors_within
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD, GradientHooks
-from harness.runtime.tracing.patches import values_unchecked
+from harness.runtime.tracing.patches import without_values
 
 # Their operands have no weights: an attention's scores and weighted sums.
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
@@ -238,7 +238,7 @@ def step_flops(task: Task, n_samples: int) -> StepFlops | None:
     try:
         copied = replace(task, model=fake_copy(task.model, mode))
         device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
-        with values_unchecked(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
+        with without_values(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
             inputs = [torch.empty((n_samples, *x.shape), dtype=x.dtype) for x in task.inputs]
             copied.sum_loss(copied.model(*inputs), task.draw_targets(n_samples)).backward()
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -36,6 +36,7 @@ from harness.runtime.engines.optimizers import average_of, make_optimizer, set_r
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
+from harness.runtime.tracing.patches import without_values
 
 _N_SAMPLES = 2  # by which parameters without a gradient are found
 
@@ -49,7 +50,7 @@ def unread_parameters(task: Task) -> tuple[str, ...]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next(task.model.parameters()).device
     batch = draw_batch(task, _N_SAMPLES, 0, device)
-    with forgotten_stand_ins():
+    with forgotten_stand_ins(), without_values():
         try:
             model = fake_copy(task.model, mode)
             inputs = [fake(x, mode) for x in batch.inputs]

@@ -33,7 +33,7 @@ from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, Labe
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.failures import users_line
-from harness.runtime.tracing.patches import replaced, values_unchecked
+from harness.runtime.tracing.patches import replaced, without_values
 from harness.runtime.tracing.refusals import refusal
 
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _run_once(
         for part in copied.modules():
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.num_batches_tracked = None  # a norm without momentum reads its value
-        with forgotten_stand_ins(), values_unchecked(), mode, CallRecorder() as recorder:
+        with forgotten_stand_ins(), without_values(), mode, CallRecorder() as recorder:
             output = copied(*given)
     except ModelError:
         raise

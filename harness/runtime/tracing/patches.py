@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,24 +52,30 @@ def autograd_functions(apply: Apply) -> Iterator[None]:
         yield
 
 
-def values_unchecked() -> AbstractContextManager[None]:
-    """Leave out `torch._check_tensor_all`, by which models compare numbers of tokens and features,
-    because tensors without data have no values."""
-    return replaced(torch, "_check_tensor_all_with", lambda *_: None)
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Run a model's code on tensors without data: leave out `torch._check_tensor_all`, by which
+    models compare numbers of tokens and features, and run what torch.compile has compiled as it is
+    written, because its kernels would read memory that is not there."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *_: None))
+        if "torch._dynamo" in sys.modules:  # whose import takes long
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 @contextmanager
 def users_code(model: nn.Module) -> Iterator[None]:
     """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, leave out
-    checks of values, by the model and by distributions, and assign where a mask is true without
-    counting its elements."""
+    checks of values, by the model and by distributions, run it `without_values`, and assign where a
+    mask is true without counting its elements."""
     names = {type(module).__module__ for module in model.modules()} - {"builtins"}
     with ExitStack() as stack:
         for name in names & sys.modules.keys():
             if not name.startswith("torch."):
                 stack.enter_context(replaced(sys.modules[name], "len", _length))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))
-        stack.enter_context(values_unchecked())
+        stack.enter_context(without_values())
         stack.enter_context(replaced(Tensor, "__setitem__", _assign))
         yield
 

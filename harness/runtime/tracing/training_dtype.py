@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.capture.operators import ALWAYS_RANDOM
 from harness.runtime.tracing.constructs import AUTOCAST, OpaqueFunction, function_name
+from harness.runtime.tracing.patches import without_values
 
 _CAST, _FILL = "to", "masked_fill"
 _NARROW = torch.bfloat16  # stands for fp16, too
@@ -128,7 +129,7 @@ def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Callable[...
         mode, reads = FakeTensorMode(allow_non_fake_inputs=True), _DtypeReads(on_gpu=on_gpu)
         copied, given = fake_copy(module, mode), [fake(x, mode) for x in examples]
         # Fake tensors have no values to read; the reads before count.
-        with suppress(Exception), mode, under_autocast(), reads:
+        with suppress(Exception), without_values(), mode, under_autocast(), reads:
             run(copied, *given)
         found.append(reads.found)
     return _NARROW in found[0] and found[0] == found[1]

@@ -87,6 +87,25 @@ def test_checks_of_values_are_left_out_where_weights_have_none():
     assert step_flops(task, 3) is not None
 
 
+class Compiled(Tagger):
+    """Its kernel would read the memory of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.as_they_are = torch.compile(lambda tokens: tokens + 0, backend=self.fail)
+
+    def fail(self, *_):
+        raise AssertionError
+
+    def forward(self, tokens, more):
+        return super().forward(tokens=self.as_they_are(tokens), more=more)
+
+
+def test_compiled_code_runs_as_it_is_written_where_tensors_have_no_memory():
+    task = task_of("m:f", (Compiled(), {"tokens": TOKENS, "more": {"table": 1.0}}), OPTIONS)
+    assert step_flops(task, 3) is not None
+
+
 @pytest.mark.parametrize(
     ("example", "message"),
     [
