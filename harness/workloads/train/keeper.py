@@ -73,12 +73,17 @@ class StateKeeper:
             self._engine, self._survivor = engine, Survivor(engine, self._context.world)
         self._survivor.begin_step()
 
-    def end_step(self, step: int, training: Training) -> None:
-        """Begin to save the state after a step if it is time; all ranks must call it."""
+    def is_due(self, step: int) -> bool:
+        """Whether the state after a step is saved."""
         every, after = self._case.save_every, step + 1
         is_scheduled = bool(every) and after > 0 and after % (every or 1) == 0
-        if self._saves is None or not (is_scheduled or after == self._case.until):
+        return is_scheduled or after == self._case.until
+
+    def end_step(self, step: int, training: Training) -> None:
+        """Begin to save the state after a step if it is time; all ranks must call it."""
+        if self._saves is None or not self.is_due(step):
             return
+        every, after = self._case.save_every, step + 1
         if self._context.world.size > 1:
             barrier()  # a rank without work would be many saves ahead, and delete those of others
         start_s = time.perf_counter()

@@ -128,7 +128,10 @@ class TrainLoop:
             "n_samples", self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
         )
         recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
-        self._losses.end_step()
+        if self._keeper is not None and self._keeper.is_due(index):
+            self._losses.record()  # a run that goes on from the state has those after it
+        else:
+            self._losses.end_step()
         n_steps = self.training.plan.n_steps_per_epoch
         epoch, last = divmod(index + 1, n_steps)
         if last == 0:

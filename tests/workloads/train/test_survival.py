@@ -171,3 +171,5 @@ def test_a_launch_that_was_lost_goes_on_with_fewer_ranks_by_another_strategy(run
     *_, then = train(runs.results, 2, "--resume", "features:killed")
     assert then.header.config["strategy"] == "tp=2"
     assert_goes_on(runs.ended[LOST], then, "step-2", one_device)
+    losses = samples_of(runs.ended[LOST].ranks[0], "loss")
+    assert [loss.step for loss in losses][:2] == [0, 1]  # all before the state
