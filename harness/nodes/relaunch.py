@@ -124,7 +124,7 @@ class _Keeper:
         with tempfile.TemporaryDirectory(prefix="keep-training-") as directory:
             words, missing = list(self._command.words), list[Host]()
             while True:
-                code = self._train(words, missing)
+                code = self._train(words, missing if self._n_left else ())
                 if code == 0 or self._is_stopped:
                     return code
                 if self._n_left == 0:
@@ -141,7 +141,11 @@ class _Keeper:
                      f"{shlex.join(words)}")  # fmt: skip
 
     def _train(self, words: Sequence[str], missing: Sequence[Host]) -> int:
-        """Run a launch; end it when a missing host is fit again. Returns its exit code."""
+        """Run a launch; end it when a missing host is fit again. Returns its exit code.
+
+        Args:
+            missing: hosts with which another launch may start.
+        """
         self._launch = launch = subprocess.Popen(words)
         while True:
             try:

@@ -80,6 +80,11 @@ def test_a_training_goes_on_without_a_lost_host_and_with_it_when_it_is_back(keep
     assert ["--resume" in line for line in launches] == [False, True, True]
 
 
+def test_the_last_launch_is_not_ended_for_a_host_that_is_back(keep):
+    code, launches = keep(["exit 1", "exit 1", "exit 1", "sleep 1.5; exit 0"], [["b"]] * 3)
+    assert (code, len(launches)) == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("launches", "unfit", "code", "n_launches"),
     [
