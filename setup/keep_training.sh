@@ -7,4 +7,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/setup/lib.sh"
 python=$(find_any_python) || exit 2
 # -P: do not import from the current directory, which may have another package named harness.
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m harness.nodes.relaunch "$@"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m harness.nodes.keep_training "$@"

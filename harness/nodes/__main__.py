@@ -10,13 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.domain.hostfile import load_hostfile
-from harness.errors import ConfigError, run_command
+from harness.errors import run_command
 from harness.inputs import CommandParser
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import worst
 from harness.nodes.report import Look, render, to_json
-from harness.nodes.survey import CHECKOUT, environment, survey_hosts
-from harness.units import parse_duration
+from harness.nodes.survey import CHECKOUT, environment, login_seconds, survey_hosts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,13 +79,6 @@ class _ProgressLine:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _positive_s(text: str, flag: str) -> float:
-    seconds = parse_duration(text)
-    if seconds < 1:
-        raise ConfigError(f"{flag} {text} is too short for an ssh login: give at least 1s")
-    return seconds
-
-
 def _run(arguments: argparse.Namespace) -> int:
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.monotonic()
@@ -98,8 +90,8 @@ def _run(arguments: argparse.Namespace) -> int:
             hostfile=arguments.hostfile,
             env=arguments.env,
             between=checks,
-            timeout_s=_positive_s(arguments.timeout, "--timeout"),
-            launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
+            timeout_s=login_seconds(arguments.timeout, "--timeout"),
+            launch_timeout_s=login_seconds(arguments.launch_timeout, "--launch-timeout"),
             deep=arguments.deep,
             progress=progress,
         )

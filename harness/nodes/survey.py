@@ -26,7 +26,7 @@ from typing import Self
 
 import harness
 from harness.domain.hostfile import Host
-from harness.errors import EnvironmentSetupError
+from harness.errors import ConfigError, EnvironmentSetupError
 from harness.nodes.between import (
     ALLREDUCE,
     MPI,
@@ -43,6 +43,7 @@ from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
 from harness.nodes.ssh import Login, Session
+from harness.units import parse_duration
 
 CHECKOUT = Path(harness.__file__).resolve().parents[1]
 # Of the 104 bytes that the shortest system allows, ssh appends 58.
@@ -97,6 +98,18 @@ class Survey:
 def environment() -> Path:
     """The virtual environment of this process, else that of the checkout."""
     return Path(sys.prefix) if sys.prefix != sys.base_prefix else CHECKOUT / ".venv"
+
+
+def login_seconds(text: str, flag: str) -> float:
+    """The seconds of a flag that limits or spaces logins.
+
+    Raises:
+        ConfigError: not a duration, or too short for one.
+    """
+    seconds = parse_duration(text)
+    if seconds < 1:
+        raise ConfigError(f"{flag} {text} is too short for an ssh login: give at least 1s")
+    return seconds
 
 
 def survey_hosts(

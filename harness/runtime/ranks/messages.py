@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def start_messages(operations: Sequence[dist.P2POp]) -> list[Any]:
@@ -20,6 +21,24 @@ def start_messages(operations: Sequence[dist.P2POp]) -> list[Any]:
     """
     receives_first = sorted(operations, key=lambda each: each.op is not dist.irecv)
     return list(dist.batch_isend_irecv(receives_first)) if operations else []
+
+
+def part_messages(
+    received: Sequence[Tensor], sent: Sequence[Tensor], here: int, group: Any, tag: int
+) -> list[dist.P2POp]:
+    """Sends of a part to each other rank of a group, and receives of one from each.
+
+    Args:
+        received, sent: flat, by rank of the group; those without elements have no message.
+        here: this rank's place in the group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return [
+        dist.P2POp(way, part, ranks[k], group, tag)
+        for way, parts in ((dist.irecv, received), (dist.isend, sent))
+        for k, part in enumerate(parts)
+        if k != here and len(part)
+    ]
 
 
 class PendingMessages:

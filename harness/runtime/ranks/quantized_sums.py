@@ -10,7 +10,6 @@ its owner too, so that the sums of all ranks are equal bit by bit, also on unlik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import Thread
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.domain.reduce_dtype import BLOCK, quantized_bytes
-from harness.runtime.ranks.messages import start_messages
+from harness.runtime.ranks.messages import part_messages, start_messages
 
 # Of messages in torch's default group, apart from those of others.
 _TAG = (1 << 31) - 2
@@ -64,21 +63,6 @@ def start_all_reduce(tensor: Tensor, reduce_dtype: str, group: Any) -> Any:
     if reduce_dtype == "int8" and tensor.dtype == torch.float32:
         return QuantizedSum(tensor, group)
     return dist.all_reduce(tensor, group=group, async_op=True)
-
-
-def exchange_parts(received: Sequence[Tensor], sent: Sequence[Tensor], group: Any) -> None:
-    """Send a part to each rank of a group, and receive one from each; waits for them.
-
-    Args:
-        received, sent: flat uint8, by rank; this rank's own are left alone.
-    """
-    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
-    others = [k for k in range(len(ranks)) if k != here]
-    pairs = [(dist.irecv, received, k) for k in others] + [(dist.isend, sent, k) for k in others]
-    tag = 0 if dist.get_backend(group) == "nccl" else _TAG
-    operations = [dist.P2POp(way, parts[k], ranks[k], group, tag) for way, parts, k in pairs]
-    for work in start_messages([each for each in operations if each.tensor.numel()]):
-        work.wait()
 
 
 class QuantizedSum:
@@ -144,12 +128,14 @@ class QuantizedSum:
         n_ranks, here = dist.get_world_size(self._group), dist.get_rank(self._group)
         device = self._tensor.device
         wire = device if self._is_nccl else torch.device("cpu")
+        tag = 0 if self._is_nccl else _TAG
         size = -(-len(self._tensor) // (n_ranks * BLOCK)) * BLOCK
         parts = [self._tensor[k * size : (k + 1) * size] for k in range(n_ranks)]
 
         def exchange(sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
             received = [torch.empty(n, dtype=torch.uint8, device=wire) for n in sizes]
-            exchange_parts(received, sent, self._group)
+            for work in start_messages(part_messages(received, sent, here, self._group, tag)):
+                work.wait()
             return [each.to(device) for each in received]
 
         sent = [quantized(part).to(wire) for part in parts]

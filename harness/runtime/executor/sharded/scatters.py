@@ -32,7 +32,7 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, SumGroups, buckets_of, view_like
 from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.transport.groups import scatter_sum
-from harness.runtime.ranks.messages import PendingMessages, start_messages
+from harness.runtime.ranks.messages import PendingMessages, part_messages, start_messages
 from harness.runtime.ranks.quantized_sums import dequantized, quantized, start_all_reduce
 from harness.runtime.ranks.world import World
 
@@ -94,21 +94,11 @@ class PartSum:
         """Sends and receives of all ranks' parts but this one's, which is copied."""
         assert self._sent is not None, "it is packed"
         assert self._received is not None, "it is packed"
-        ranks = dist.get_process_group_ranks(group)
-        found = []
-        tag = 0 if self._is_nccl else _TAG
-        parts = self._sent.split([self._length(size) for size in self._sizes])
+        sent = self._sent.split([self._length(size) for size in self._sizes])
         n = self._length(self.n_own)
-        for k, part in enumerate(parts):
-            received = self._received[k * n : (k + 1) * n]
-            if k == self._here:
-                received.copy_(part)
-                continue
-            if len(received):
-                found.append(dist.P2POp(dist.irecv, received, ranks[k], group, tag))
-            if len(part):
-                found.append(dist.P2POp(dist.isend, part, ranks[k], group, tag))
-        return found
+        received = [self._received[k * n : (k + 1) * n] for k in range(len(sent))]
+        received[self._here].copy_(sent[self._here])
+        return part_messages(received, sent, self._here, group, 0 if self._is_nccl else _TAG)
 
     def add_to(self, target: Tensor) -> None:
         """Add this rank's part of the sum."""

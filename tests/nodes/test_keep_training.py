@@ -7,9 +7,9 @@ import pytest
 
 from harness.domain.hostfile import Host
 from harness.errors import ConfigError
-from harness.nodes import relaunch
+from harness.nodes import keep_training
 from harness.nodes.facts import Finding, Status
-from harness.nodes.relaunch import LaunchCommand
+from harness.nodes.keep_training import LaunchCommand
 
 TRAIN = ("./entry.sh", "train", "--batch-size", "8", "--save-every", "5")
 WORDS = ("mpirun", "-np", "5", "--hostfile", "hosts.txt", *TRAIN)
@@ -62,10 +62,10 @@ def keep(tmp_path, monkeypatch):
             return {h.name: Finding(h.name, "port", Status.CRITICAL, "no answer")
                     for h in hosts if h.name in lost}  # fmt: skip
 
-        monkeypatch.setattr(relaunch, "unfit", found)
+        monkeypatch.setattr(keep_training, "unfit", found)
         words = [str(mpirun), "-np", "2", "--hostfile", str(tmp_path / "hosts.txt"), *TRAIN]
         flags = ["--check-every", "1s", "--max-restarts", "3", "--wait", "1s"]
-        code = relaunch.main([*flags, *words])
+        code = keep_training.main([*flags, *words])
         return code, log.read_text().splitlines()
 
     yield run

@@ -21,7 +21,7 @@ from harness.errors import EXIT_CODE, ConfigError, run_command
 from harness.inputs import CommandParser, parse_int
 from harness.nodes.checks import judge_all
 from harness.nodes.facts import Finding, Status
-from harness.nodes.survey import survey_hosts
+from harness.nodes.survey import login_seconds, survey_hosts
 from harness.units import parse_duration
 
 _LAUNCHERS = ("mpirun", "mpiexec", "orterun")
@@ -112,7 +112,7 @@ class _Keeper:
 
     def __init__(self, command: LaunchCommand, arguments: argparse.Namespace) -> None:
         self._command, self._hosts = command, load_hostfile(command.hostfile)
-        self._check_every_s = _at_least_1s(arguments.check_every, "--check-every")
+        self._check_every_s = login_seconds(arguments.check_every, "--check-every")
         self._wait_s = parse_duration(arguments.wait)
         self._n_left = parse_int(arguments.max_restarts, "--max-restarts", at_most=_MOST_RESTARTS)
         self._is_stopped = False
@@ -179,13 +179,6 @@ class _Keeper:
         if self._launch is None or self._launch.poll() is not None:
             raise SystemExit(128 + signal.SIGTERM)
         self._launch.send_signal(signal.SIGTERM)
-
-
-def _at_least_1s(text: str, flag: str) -> float:
-    seconds = parse_duration(text)
-    if seconds < 1:
-        raise ConfigError(f"{flag} {text} is too short: give at least 1s")
-    return seconds
 
 
 def _write(hosts: Sequence[Host], path: Path) -> Path:
