@@ -1,8 +1,8 @@
-"""Compile the simulator and the imported modules at installation, to make later starts faster.
+"""Compile the planner and the imported modules at installation, to make later starts faster.
 
-The simulator's event loops are cached beside their source, which takes half a minute. Bytecode is
-written by importing the modules of ranks and figures, because installers leave that to the first
-start, or, with PYTHONDONTWRITEBYTECODE as in many containers, to every start.
+The loops of the simulator and of the search for pipelines are cached, which takes half a minute.
+Bytecode is written by importing the modules of ranks and figures, because installers leave that to
+the first start, or, with PYTHONDONTWRITEBYTECODE as in many containers, to every start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan import builders
+from harness.plan.search.pipelines import PipelineSearch
 from harness.plan.simulate.simulator import Simulator, Trial
 
 _IMPORTED = (
@@ -38,8 +39,8 @@ def compile_imports() -> None:
         importlib.import_module(name)
 
 
-def compile_simulator() -> None:
-    """Simulate one layer on two devices; the compiled code serves every model."""
+def compile_planner() -> None:
+    """Plan one layer on two devices; the compiled code serves every model."""
     shape = {"sample": 4, "feature": 4}
     graph = Graph(
         name="one layer",
@@ -56,8 +57,9 @@ def compile_simulator() -> None:
     profile = Profile(model="one layer", measurements=[time])
     simulator = Simulator(graph, profile, cluster)
     Trial(simulator, builders.ddp(graph, cluster, 4)).outcome()
+    PipelineSearch(simulator, 4, 1).candidates(1)
 
 
 if __name__ == "__main__":
     compile_imports()
-    compile_simulator()
+    compile_planner()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_graphs import GB, changed, layers, profile_of, request_of
+from made_graphs import GB, changed, layers, profile_of, request_of, unlike_cluster
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Operator
@@ -20,7 +20,7 @@ from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import describe_strategy, result_lines
 from harness.plan.search.objective import Objective
-from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
+from harness.plan.search.pipelines import Form, Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import (
     Space,
     balanced_pipeline,
@@ -143,7 +143,7 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
     def best(pipelines):
         objective = Objective(simulator)
         return min(
-            search.judge(p, objective, schedule)
+            search.judge(p, objective, Form(schedule))
             for p in pipelines
             for schedule in schedules_for(n_microbatches)
             if all(len(g) <= search.fewest for g in p.groups)
@@ -177,6 +177,22 @@ def test_the_place_of_an_unlike_node_in_the_cluster_does_not_matter(at, is_slow)
     assert sorted(others) in [plan.devices for plan in sets]
     named = {one.name: one for one in standard_strategies(simulator, 8)}
     assert named[f"ddp on {len(others)} devices"].operators["fc0"].devices == sorted(others)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1.0, 0.6, 0.3))))
+def test_interleaved_stages_find_the_order_of_unlike_devices(order):
+    graph, profile = layers(8)
+    simulator = Simulator(graph, profile, unlike_cluster(order), memory_bytes=GB)
+    objective = Objective(simulator)
+    PipelineSearch(simulator, 8, 6).take_turns((0, 1, 2), objective)
+    of_order = [
+        simulator.step_s(
+            balanced_pipeline(simulator, 8, 6, schedule="interleaved", devices=devices)
+        )
+        for devices in itertools.permutations(range(3))
+    ]
+    assert objective.best is not None
+    assert objective.best.step_s == pytest.approx(min(of_order))
 
 
 def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():

@@ -219,6 +219,6 @@ def test_cards_that_stand_idle_are_told(cuda, n_gpus, is_available, is_told, mon
     assert bool(verify.gpu_problem()) == is_told
 
 
-def test_the_installation_compiles_the_simulator():
+def test_the_installation_compiles_the_planner():
     """install.sh goes on without, and the first search would take half a minute longer."""
-    runpy.run_path(str(SCRIPT.with_name("compile.py")))["compile_simulator"]()
+    runpy.run_path(str(SCRIPT.with_name("compile.py")))["compile_planner"]()

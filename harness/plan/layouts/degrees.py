@@ -196,7 +196,9 @@ def profiled_layout(
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
         seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
-        crossing_s = crossing_seconds(simulator, batch, n_microbatches)
+        crossing_s = crossing_seconds(
+            simulator, batch, n_microbatches, range(simulator.cluster.n_devices)
+        )
         # Beside computing that a stage's devices share: on links of their own, and on a shared NIC.
         crossings += [[n * one for one in crossing_s] for n in {1, layout.tp * layout.dp}]
     found = [

@@ -5,7 +5,7 @@ Every strategy of a small space, one after another: the oracle.
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 
@@ -18,8 +18,9 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
 from harness.plan.search.objective import Objective
-from harness.plan.search.pipelines import PipelineSearch, schedules_for
+from harness.plan.search.pipelines import Form, PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
+from harness.plan.search.stage_chains import Pipeline
 from harness.plan.simulate.sharded_state import (
     MOST_COMPARED,
     SHARDING_GAIN,
@@ -45,6 +46,7 @@ def search_exhaustively(
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
+MOST_TURNS = 100  # interleaved pipelines for each number of microbatches
 
 
 class Searches:
@@ -142,47 +144,67 @@ class Searches:
         return Stage(recompute=True, segments=n_segments_of_least_memory(graph, placed))
 
     def _pipelines(self, budget: int) -> None:
-        """Simulate the programme's best pipelines for each number of microbatches."""
-        objective, end = self.objective, self.objective.n_proposals + budget
-        fastest_s = math.inf
+        """Simulate the program's best pipelines for each number of microbatches, those of the
+        least bound first; improve the fastest, and interleave its stages."""
+        objective = self.objective
+        objective.start("pipeline dynamic programming")
+        each = max(4, budget // (2 * len(self.counts)))
+        found: list[tuple[PipelineSearch, list[tuple[Pipeline, Form]]]] = []
         for n_microbatches in self.counts:
+            search = PipelineSearch(self.simulator, self.batch, n_microbatches, self.most_replicas)
+            choices = list(self._choices(search, each))
+            if choices:
+                found.append((search, choices))
+        fastest_s = math.inf
+        for search, choices in sorted(found, key=lambda one: one[1][0][0].bound_s):
             if objective.is_out_of_time():
                 return
-            method = f"pipeline dynamic programming, {format_count(n_microbatches, 'microbatch')}"
-            objective.start(method, budget=end - objective.n_proposals)
-            search = PipelineSearch(self.simulator, self.batch, n_microbatches, self.most_replicas)
-            # The bound leaves out most of what makes pipelines slower, so above the best it is
-            # hopeless; it counts a tensor that skips a stage at both cuts, and computing as with
-            # all devices at work, hence the slack.
-            best = objective.best
-            n_judged = 3 + 2 * objective.memory_binds
-            each = max(4, budget // (n_judged * len(self.counts)))
-            limit_s = 1.3 * best.step_s if best is not None else math.inf
-            candidates = search.candidates(each, limit_s=limit_s, is_over=objective.tick)
-            for k, pipeline in enumerate(candidates):
-                for schedule in schedules_for(n_microbatches):
-                    if objective.is_over():
-                        return
-                    if (
-                        not shards_parameters(self._state)
-                        or not SCHEDULES[schedule].splits_backward
-                    ):
-                        search.judge(pipeline, objective, schedule, shard_state=self._state)
-                if objective.memory_binds:
-                    if self._recomputes:
-                        search.judge(pipeline, objective, recompute=True, shard_state=self._state)
-                    if self._states and any(len(group) > 1 for group in pipeline.groups):
-                        state = self._states[k % len(self._states)]
-                        search.judge(pipeline, objective, shard_state=state)
-            found = objective.best_of.get(method)
-            if found is None or found.step_s >= fastest_s or objective.is_out_of_time():
+            count = format_count(search.n_microbatches, "microbatch")
+            method = f"pipeline dynamic programming, {count}"
+            objective.start(method, budget=2 * each)
+            scores = []
+            for pipeline, form in choices:
+                if objective.is_over():
+                    break
+                scores.append(search.judge(pipeline, objective, form))
+            best = objective.best_of.get(method)
+            if best is None or best.step_s >= fastest_s or objective.is_out_of_time():
                 continue
-            fastest_s = found.step_s
-            scores = [
-                search.judge(pipeline, objective, shard_state=self._state)
-                for pipeline in candidates[:8]
-            ]
-            search.refine(candidates[scores.index(min(scores))], objective, self._state)
+            fastest_s = best.step_s
+            refined = search.refine(*choices[scores.index(min(scores))], objective)
+            objective.start(f"interleaved pipeline, {count}", budget=MOST_TURNS)
+            order = [device for group in refined.groups for device in group]
+            search.take_turns(tuple(order), objective, self._state)
+
+    def _choices(self, search: PipelineSearch, most: int) -> Iterator[tuple[Pipeline, Form]]:
+        """Pipelines to judge, and forms that also save memory where it binds.
+
+        The bound leaves out most of what makes pipelines slower, so above the best step it is
+        hopeless; it counts a tensor that skips a stage at both cuts, and computing as with all
+        devices at work, hence the slack.
+        """
+        objective = self.objective
+        limit_s = 1.3 * objective.best.step_s if objective.best is not None else math.inf
+        schedules = [
+            schedule
+            for schedule in schedules_for(search.n_microbatches)
+            if not (shards_parameters(self._state) and SCHEDULES[schedule].splits_backward)
+        ]
+        n_best = max(1, most // (len(schedules) + 2 * objective.memory_binds))
+        for splits_backward in (False, True):
+            own = [s for s in schedules if SCHEDULES[s].splits_backward == splits_backward]
+            if not own:
+                continue
+            candidates = search.candidates(
+                n_best, limit_s=limit_s, splits_backward=splits_backward, is_over=objective.tick
+            )
+            for k, pipeline in enumerate(candidates):
+                yield from ((pipeline, Form(s, shard_state=self._state)) for s in own)
+                if objective.memory_binds and not splits_backward:
+                    if self._recomputes:
+                        yield pipeline, Form(recompute=True, shard_state=self._state)
+                    if self._states and any(len(group) > 1 for group in pipeline.groups):
+                        yield pipeline, Form(shard_state=self._states[k % len(self._states)])
 
     def _space(self, n_microbatches: int) -> Space:
         """A partition of the smallest microbatch suits all."""

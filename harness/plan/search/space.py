@@ -188,22 +188,26 @@ def balanced_pipeline(
     n_stages: int = 0,
     schedule: ScheduleName = "1f1b",
     name: str = "pipeline",
+    devices: Sequence[int] | None = None,
 ) -> Strategy:
     """Stages of about equal time at this size of microbatch, on the devices as they are: of those
     equal in computing, and those equal in computing and transfers, what is predicted to be faster.
 
     Args:
+        devices: in the order of their stages; None for all as the cluster has them.
         n_stages: 0 is one for each device, or two under `interleaved`, which devices take in turn.
             Fewer have replicas.
 
     Raises:
         StrategyError: more stages than the model or the devices allow.
     """
-    graph, n_devices = simulator.graph, simulator.cluster.n_devices
+    graph = simulator.graph
+    order = list(range(simulator.cluster.n_devices) if devices is None else devices)
+    n_devices = len(order)
     names = [graph.operators[op].name for op in simulator.placed]
-    seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
+    seconds = operator_seconds(simulator, batch, n_microbatches)[order].tolist()
     found: list[Balanced] = []
-    for crossing_s in ([], crossing_seconds(simulator, batch, n_microbatches)):
+    for crossing_s in ([], crossing_seconds(simulator, batch, n_microbatches, order)):
         if schedule == "interleaved":
             stages = balance_in_turn(seconds, n_stages or 2 * n_devices, crossing_s)
         else:
@@ -214,7 +218,7 @@ def balanced_pipeline(
             graph,
             batch,
             [names[a:b] for a, b in pairwise((0, *stages.ends))],
-            stages.groups,
+            [[order[k] for k in group] for group in stages.groups],
             n_microbatches=n_microbatches,
             schedule=schedule,
             name=name,

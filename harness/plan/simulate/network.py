@@ -95,6 +95,7 @@ class Network:
 
     Attributes:
         latency_s, bandwidth: (n_devices, n_devices), from row to column.
+        rates: (n_devices, n_devices) bytes/s of one flow on an idle network.
         nic: (n_nodes,) bytes/s each way; infinite if not limiting.
         node_of: (n_devices,) node of each device.
     """
@@ -107,6 +108,7 @@ class Network:
         self.node_names = [node.name for node in cluster.nodes]
         self._nodes = cluster.node_of()
         self.node_of: Ints = np.array(self._nodes, dtype=np.int64)
+        self._shares_node = self.node_of[:, None] == self.node_of
         rates = [node.nic_bytes_per_s for node in cluster.nodes]
         limits = [np.inf if rate is None else rate for rate in rates]
         self.nic: Floats = np.array(limits, dtype=np.float64)
@@ -134,7 +136,7 @@ class Network:
         np.fill_diagonal(self.bandwidth, np.inf)
         nic, is_missing = self.nic[self.node_of], np.isnan(self.bandwidth)
         rates = np.minimum.outer(nic, nic)
-        rates[self.node_of[:, None] == self.node_of] = np.inf
+        rates[self._shares_node] = np.inf
         lacking = np.argwhere(is_missing & np.isinf(rates))
         if len(lacking):
             a, b = lacking[0]
@@ -143,6 +145,7 @@ class Network:
                 "cluster file, or measure with `./entry.sh links`"
             )
         self.bandwidth[is_missing] = rates[is_missing]
+        self.rates = np.minimum(self.bandwidth, rates)
 
     @property
     def n_in_node(self) -> int:
@@ -176,18 +179,12 @@ class Network:
 
     def rate(self, a: int, b: int) -> float:
         """Bytes/s of one flow from a to b on an idle network."""
-        rate = float(self.bandwidth[a, b])
-        if self.node_of[a] != self.node_of[b]:
-            rate = min(rate, float(self.nic[self.node_of[a]]), float(self.nic[self.node_of[b]]))
-        return rate
+        return float(self.rates[a, b])
 
     @property
     def has_slow_link(self) -> list[bool]:
         """Whether the fastest link of each device to other nodes is slower than other devices'."""
-        nic = self.nic[self.node_of]
-        rates = np.minimum(self.bandwidth, np.minimum.outer(nic, nic))
-        rates[self.node_of[:, None] == self.node_of] = 0.0
-        best = rates.max(axis=1)
+        best = np.where(self._shares_node, 0.0, self.rates).max(axis=1)
         found: list[bool] = (best * SLOWER < best.max()).tolist()
         return found
 

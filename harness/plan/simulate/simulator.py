@@ -372,11 +372,13 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
     return seconds
 
 
-def crossing_seconds(simulator: Simulator, batch: int, n_microbatches: int) -> list[float]:
+def crossing_seconds(
+    simulator: Simulator, batch: int, n_microbatches: int, devices: Sequence[int]
+) -> list[float]:
     """By placed operator, seconds of what crosses a cut before it, there and back, over the slowest
-    link between devices in a row."""
-    n, network = simulator.cluster.n_devices, simulator.network
-    if n == 1:
+    link from one of these devices to the next."""
+    network = simulator.network
+    if len(devices) == 1:
         return []
     costs = simulator.costs(-(-batch // n_microbatches))
     place = {op: k for k, op in enumerate(simulator.placed)}
@@ -386,5 +388,5 @@ def crossing_seconds(simulator: Simulator, batch: int, n_microbatches: int) -> l
         if op in place:
             ways = 1 + bool(simulator.returns[op])
             n_bytes[place[op] + 1 : last + 1] += ways * costs.wire_bytes(op)
-    a, b = max(pairwise(range(n)), key=lambda pair: network.transfer_s(pair[0], pair[1], 1 << 20))
+    a, b = max(pairwise(devices), key=lambda pair: network.transfer_s(pair[0], pair[1], 1 << 20))
     return [network.transfer_s(a, b, amount) for amount in n_bytes.tolist()]
