@@ -48,6 +48,7 @@ MOST_MOVES = 1 << 15  # of the program: two nodes of eight equal devices, seven 
 ALIKE = (0.01, SLOWER - 1)  # times of devices and links that differ by less count as equal
 MOST_SIZES = 24  # of all-reduces that are priced for a group; interpolated between
 PROBE_BYTES = 1 << 20
+TURNS = (2, 3, 4)  # interleaved stages of each device
 
 Plan = TypeVar("Plan")
 
@@ -250,17 +251,18 @@ class PipelineSearch:
     def take_turns(
         self, devices: Group, objective: Objective, shard_state: ShardState = "none"
     ) -> None:
-        """Judge interleaved stages, two for each of these devices, in this order and in others:
-        swap two unlike devices, as long as the simulated step improves."""
-        n = len(devices)
-        if n < 2 or 2 * n > len(self.simulator.placed) or self.n_microbatches % n:
+        """Judge interleaved stages, two for each of these devices, in this order and in others
+        (swap two unlike devices, as long as the simulated step improves); then more for each."""
+        n, n_ops = len(devices), len(self.simulator.placed)
+        if n < 2 or TURNS[0] * n > n_ops or self.n_microbatches % n:
             return
 
-        def judge(order: Group) -> float:
+        def judge(order: Group, turns: int = TURNS[0]) -> float:
             strategy = balanced_pipeline(
                 self.simulator,
                 self.batch,
                 self.n_microbatches,
+                n_stages=turns * n,
                 schedule="interleaved",
                 devices=order,
             )
@@ -272,7 +274,10 @@ class PipelineSearch:
                 if self._kinds((a,)) != self._kinds((b,)):
                     yield tuple({a: b, b: a}.get(d, d) for d in order)
 
-        _climb(devices, swapped, judge, objective)
+        best = _climb(devices, swapped, judge, objective)
+        for turns in TURNS[1:]:
+            if turns * n <= n_ops and not objective.is_over():
+                judge(best, turns)
 
     def _neighbours(self, pipeline: Pipeline) -> Iterator[Pipeline]:
         ends, groups = pipeline.ends, pipeline.groups
