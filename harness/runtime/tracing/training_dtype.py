@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -119,20 +119,23 @@ def _widened(value: Any) -> Any:
 
 
 def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Callable[..., object]) -> bool:
-    """Whether a module reads autocast's dtype from a tensor, and the same dtypes on CPUs and GPUs.
+    """Whether a module reads autocast's dtype from a tensor that has another dtype in fp32, and the
+    same dtypes on CPUs and GPUs.
 
     Args:
-        run: calls the module with inputs, both of fake tensors.
+        run: calls the module with inputs, both of fake tensors: in fp32, then under autocast on a
+            GPU, and last on a CPU.
     """
     found = []
-    for on_gpu in (False, True):
+    for context, on_gpu in ((nullcontext, False), (under_autocast, True), (under_autocast, False)):
         mode, reads = FakeTensorMode(allow_non_fake_inputs=True), _DtypeReads(on_gpu=on_gpu)
         copied, given = fake_copy(module, mode), [fake(x, mode) for x in examples]
         # Fake tensors have no values to read; the reads before count.
-        with suppress(Exception), without_values(), mode, under_autocast(), reads:
+        with suppress(Exception), without_values(), mode, context(), reads:
             run(copied, *given)
         found.append(reads.found)
-    return _NARROW in found[0] and found[0] == found[1]
+    plain, on_gpus, on_cpus = found
+    return _NARROW in on_cpus and on_cpus == on_gpus and on_cpus != plain
 
 
 def may_follow(module: fx.GraphModule, model: nn.Module, examples: tuple[Tensor, ...]) -> bool:
@@ -159,18 +162,20 @@ def follow_dtype_reads(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> 
     """The same in a graph of torch.fx, in which nodes read dtypes."""
     nodes = module.graph.find_nodes(op="call_function", target=getattr)
     reads = [node for node in nodes if node.args[1] == "dtype"]
-    values: dict[str, Any] = {}
+    runs: list[dict[str, Any]] = []
 
     def run(copied: fx.GraphModule, *given: Tensor) -> None:
         interpreter = fx.Interpreter(copied, garbage_collect_values=False)
         try:
             interpreter.run(*given)
         finally:
-            values.update({node.name: value for node, value in interpreter.env.items()})
+            runs.append({node.name: value for node, value in interpreter.env.items()})
 
     if not reads or not _reads_of(module, examples, run):
         return
-    users = (user for node in reads if values.get(node.name) is _NARROW for user in node.users)
+    plain, *_, narrow = runs  # a weight of 16 bits has its dtype in both
+    following = [n for n in reads if narrow.get(n.name) is _NARROW is not plain.get(n.name)]
+    users = (user for node in following for user in node.users)
     for user in tuple(users):
         if function_name(user.target) in (_CAST, "type"):
             user.op, user.target = "call_function", DtypeCast(to_autocast=True)

@@ -129,6 +129,15 @@ def test_a_cast_to_a_weights_dtype_follows_the_weights():
     assert_equal(net.double(), graph.double(), x.double())
 
 
+def test_a_cast_to_16_bits_of_the_model_stays():
+    def of_a_weight(net, x):
+        return (torch.tanh(x).float() / 7).to(net.last.weight.dtype)
+
+    torch.manual_seed(0)
+    net, x = Net(of_a_weight).bfloat16(), torch.randn(6, 4, dtype=torch.bfloat16)
+    assert_equal(net, capture(task_on(net, dtype=torch.bfloat16), 6, "net").module, x)
+
+
 def test_a_model_that_differs_in_more_than_casts_keeps_its_graph_in_fp32():
     torch.manual_seed(0)
     net, x = Net(branch), torch.randn(6, 4)
