@@ -254,12 +254,12 @@ class Trainer:
         found = load_batches(
             own, plan, 0, n_workers=n_workers, device=device, first_step=steps.start
         )
-        for step, one in zip(steps, found, strict=False):
-            counts = own.count_targets(plan.global_indices(step))
+        for step in steps:
+            counts = own.count_targets(plan.global_indices(step, has_epochs=True))
             share = Share(
                 n_local=len(samples), n_global=batch, counts=counts, n_replica=self._n_replica
             )
-            yield RankBatch(batch=one, share=share, trainer=self)
+            yield RankBatch(batch=next(found), share=share, trainer=self)
 
     def step(self, batch: RankBatch) -> Tensor:
         """Run one optimizer step, without waiting for the device.

@@ -254,8 +254,9 @@ def _check_classes(name: str, n_classes: int, task: Task) -> None:
 
 
 def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, ...]:
-    """Number of targets that count for the loss, of each sample; all of them where the data masks
-    none. Every rank knows all samples, so that none must communicate."""
+    """Number of targets that count for the loss, of each sample of an epoch (`BatchPlan.indices`);
+    all of them where the data mask none. Every rank knows all samples, so that none must
+    communicate."""
     if hasattr(data, "count_targets"):
         found: tuple[int, ...] = data.count_targets(indices)
         return found
@@ -293,8 +294,10 @@ def load_batches(
         collate_fn=lambda batch: batch,  # because __getitems__ returns whole batches
         pin_memory=device.type == "cuda",
     )
-    batches: Iterator[Batch] = iter(loader)
-    return _told(batches) if n_workers else batches
+    batches: Iterator[Batch] = _told(iter(loader)) if n_workers else iter(loader)
+    if isinstance(data, OwnData):
+        return data.checked(batches, plan.indices(rank, first_step))
+    return batches
 
 
 def _told(batches: Iterator[Batch]) -> Iterator[Batch]:

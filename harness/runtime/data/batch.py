@@ -84,7 +84,7 @@ class MemoryData(BatchedData):
 
     def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
         """Number of targets that count, of each sample."""
-        return tuple(self._counts[index] for index in indices)
+        return tuple(self._counts[index % len(self)] for index in indices)
 
     def __getitems__(self, indices: list[int]) -> Batch:
         rows = torch.tensor(indices, dtype=torch.int64)
@@ -170,20 +170,20 @@ class BatchPlan:
     ) -> Iterator[list[int]]:
         """Iterate over the sample indices of one rank from a step on, step by step, without end.
 
-        With `has_epochs`, sample i of epoch e is e * n_samples + i. With `shares`, a rank without
-        samples in a step gets the batch's first one as a dummy that must not count, because every
-        rank has to call the collectives.
+        With `shares`, a rank without samples in a step gets the batch's first one as a dummy that
+        must not count, because every rank has to call the collectives.
         """
         for step in itertools.count(first_step):
-            batch = self.global_indices(step)
-            first = step // self.n_steps_per_epoch * self.n_samples if has_epochs else 0
-            yield [first + batch[position] for position in self._positions(rank, step)]
+            batch = self.global_indices(step, has_epochs=has_epochs)
+            yield [batch[position] for position in self._positions(rank, step)]
 
-    def global_indices(self, step: int) -> list[int]:
-        """The sample indices of a step's global batch, in order."""
+    def global_indices(self, step: int, *, has_epochs: bool = False) -> list[int]:
+        """The sample indices of a step's global batch, in order; with `has_epochs`, sample i of
+        epoch e is e * n_samples + i."""
         epoch, step = divmod(step, self.n_steps_per_epoch)
         first = step * self.global_batch
-        return list(self._order(epoch)[first : first + self.global_batch])
+        before = epoch * self.n_samples if has_epochs else 0
+        return [before + i for i in self._order(epoch)[first : first + self.global_batch]]
 
     def _positions(self, rank: int, step: int) -> Sequence[int]:
         """Positions in a step's batch, or that of a dummy if the rank's share is empty."""

@@ -24,6 +24,8 @@ from harness.runtime.models.user_code import UserFunction
 
 _log = logging.getLogger(__name__)
 
+# Epochs whose samples tell whether augmentation changes the number of labels that count.
+_N_EPOCHS = 5
 # What a label is called where the model gives it no name.
 _LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 
@@ -79,7 +81,7 @@ class OwnData(BatchedData):
 
     def __init__(self, name: str, samples: Any, task: Task, seed: int = 0) -> None:
         self._name, self._samples, self._task, self._seed = name, samples, task, seed
-        self._is_drawn = False
+        self._is_drawn = self._is_recounted = False
         self._specs = (*task.inputs, *task.labels)
         self._names = {spec.name for spec in self._specs}
         self._n_counted: dict[int, int] = {}
@@ -96,9 +98,13 @@ class OwnData(BatchedData):
         if n_samples:
             before = RandomSources()
             self._look_at(self._fetch([0])[0])
-            self._fetch([n_samples // 2, n_samples - 1])
+            probes = [0, n_samples // 2, n_samples - 1]
+            self._fetch(probes[1:])
             self._is_drawn = before.digests() != RandomSources().digests()
             before.restore()
+            if self._is_drawn and self._is_masked:
+                epochs = [[k + epoch * n_samples for k in probes] for epoch in range(_N_EPOCHS)]
+                self._is_recounted = len({tuple(map(self._count, each)) for each in epochs}) > 1
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -158,16 +164,39 @@ class OwnData(BatchedData):
         """Whether a sample may have targets that do not count."""
         return bool(self._task.target_shape)
 
-    def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """Number of targets that count, of each sample; they are read once where they may differ,
-        also on ranks that train by others."""
+    def count_targets(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Number of targets that count, of each sample. Where it may differ, samples are read, also
+        on ranks that train by others: once, or in every epoch where augmentation changes it."""
         if not self._is_masked:
-            return (self._task.n_targets,) * len(indices)
+            return (self._task.n_targets,) * len(numbers)
+        if self._is_recounted:
+            return tuple(map(self._count, numbers))
+        indices = [number % len(self) for number in numbers]
         for index in indices:
             if index not in self._n_counted:
-                targets = self.__getitems__([index]).targets
-                self._n_counted[index] = self._task.count_targets(targets)
+                self._n_counted[index] = self._count(index)
         return tuple(self._n_counted[index] for index in indices)
+
+    def _count(self, number: int) -> int:
+        return self._task.count_targets(self.__getitems__([number]).targets)
+
+    def checked(self, batches: Iterator[Batch], indices: Iterator[list[int]]) -> Iterator[Batch]:
+        """Batches of some samples, whose targets that count are as many as `count_targets` found.
+
+        Raises:
+            DataError: they are not, so that the mean loss would be wrong.
+        """
+        for batch, own in zip(batches, indices, strict=False):
+            for index, targets in zip(own, batch.targets.split(1), strict=True):
+                n_found = self._task.count_targets(targets)
+                if n_found != (n_counted := self._n_counted.get(index, n_found)):
+                    raise self._error(
+                        index,
+                        f"has {n_found} labels that count, and had {n_counted} before: let it have "
+                        "equally many in all epochs, or draw them from torch's, numpy's or "
+                        "Python's global generator",
+                    )
+            yield batch
 
     def _error(self, index: int, problem: str) -> DataError:
         return DataError(f"sample {index} of {self._name} {problem}")

@@ -103,7 +103,7 @@ class Training:
         n_steps: measured steps of the run.
         rates: the learning rate of each of them.
         batches: this rank's batches, step by step, without end.
-        count_targets: targets that count of each of some samples, by their indices.
+        count_targets: targets that count of each of some samples, by their indices in an epoch.
         n_tokens: tokens of a sample; 0 if it has none.
         prefix: what stands before the names of the user's own parameters.
         flops: FLOPs of this rank in a step; None when they cannot be counted.

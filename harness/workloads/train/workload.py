@@ -94,7 +94,7 @@ class TrainLoop:
     def _share(self, index: int) -> Share:
         plan, step = self.training.plan, index + self._n_warm_up
         n_fed = plan.n_fed(self._context.world.rank, step)
-        counts = self.training.count_targets(plan.global_indices(step))
+        counts = self.training.count_targets(plan.global_indices(step, has_epochs=True))
         sizes = plan.sizes(step)
         n_replica = sum(sizes[rank] for rank in self.training.engine.replica)
         return Share(n_local=n_fed, n_global=sum(sizes), counts=counts, n_replica=n_replica)

@@ -307,6 +307,31 @@ def test_a_cache_sees_that_augmentation_differs_between_epochs():
     assert changed_columns(data, is_next_epoch=True) == {0: 0}
 
 
+class Masked(list):
+    """Draws for each word whether its label counts."""
+
+    def __init__(self, draw):
+        super().__init__(zip(WORDS, WORDS, strict=True))
+        self._draw = draw
+
+    def __getitem__(self, index):
+        words, labels = super().__getitem__(index)
+        return words, torch.tensor([x if self._draw() < 0.5 else -100 for x in labels])
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_labels_that_are_drawn_anew_are_counted_anew_or_refused(is_global):
+    plan = BatchPlan(n_samples=N, shares=(N,), is_shuffled=True)
+    draw = random.random if is_global else random.Random(0).random
+    data, cpu = OwnData("own", Masked(draw), tagger(has_loss=False)), torch.device("cpu")
+    batches = load_batches(data, plan, 0, n_workers=0, device=cpu)
+    refused = pytest.raises(DataError, match=r"sample \d of own has \d labels that count, and had")
+    with nullcontext() if is_global else refused:
+        for step in range(3):
+            counts = data.count_targets(plan.global_indices(step, has_epochs=True))
+            assert counts == tuple((next(batches).targets != -100).sum(1).tolist())
+
+
 class Flipped(list):
     """Flips its inputs at every second reading."""
 
