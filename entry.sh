@@ -136,5 +136,8 @@ if [[ -v PMIX_INSTALL_PREFIX ]]; then
 fi
 
 # The agent starts the rank's program (of this checkout, whatever the current directory holds) and
-# watches over it.
-exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" -P -m harness "$@"
+# watches over it. Ctrl-C is blocked until the agent can take it, because Python shows a traceback
+# during its own start, and goes on.
+blocked=()
+[[ $(env --help 2>&1) != *--block-signal* ]] || blocked=(env --block-signal=INT)
+exec "${blocked[@]}" "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" -P -m harness "$@"

@@ -1,5 +1,6 @@
 """The environment that entry.sh makes: settings of the hosts, threads, interfaces and GPUs."""
 
+import signal
 import sys
 
 import pytest
@@ -133,6 +134,13 @@ def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, 
     script = f"{function}\n}}\ninner_bridges {tmp_path}"
     done = completed("bash", "-euc", script)
     assert done.stdout == (",br-1f2e" if is_inner else "")
+
+
+def test_ctrl_c_waits_until_the_agent_can_take_it(tmp_path):
+    shown = '#!/bin/bash\n[ "$1" = -c ] || grep SigBlk /proc/self/status\n'
+    write_program(tmp_path / "bin" / "python", shown)
+    blocked = int(entry(HARNESS_VENV=str(tmp_path)).stdout.split()[1], 16)
+    assert blocked >> signal.SIGINT - 1 & 1
 
 
 def test_a_link_to_it_starts_the_program_of_the_checkout(tmp_path):

@@ -31,9 +31,9 @@ def _start(argv: list[str], channel_fd: int) -> int:
         if os.getppid() != agent:
             os._exit(1)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-        if argv[1:4] == ["-P", "-m", "harness"]:  # which unblocks it when it can end in one line
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # The harness unblocks SIGINT when it can end in one line.
+        keeps = {signal.SIGINT} if argv[1:4] == ["-P", "-m", "harness"] else set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*HELD_SIGNALS} - keeps)
         os.set_inheritable(channel_fd, True)
         os.execvpe(argv[0], argv, {**os.environ, CHANNEL_VARIABLE: str(channel_fd)})
     except OSError as error:
