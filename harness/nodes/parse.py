@@ -46,8 +46,9 @@ def split_sections(text: str) -> Sections:
 def parse_facts(text: str) -> Facts:
     sections = split_sections(text)
     user, shell = [*sections["shell"].lines, "", ""][:2]
-    quota_cores, memory_limit_bytes = parse_limits(sections["cgroup"].lines)
+    quota_cores, memory_limit_bytes, limit_free_bytes = parse_limits(sections["cgroup"].lines)
     memory = parse_meminfo(sections["memory"].lines)
+    free_bytes = [memory.get("MemAvailable", memory.get("MemFree")), limit_free_bytes]
     environment = sections["python"].first
     python, python_error = parse_python(sections["versions"])
     return Facts(
@@ -62,7 +63,7 @@ def parse_facts(text: str) -> Facts:
         quota_cores=quota_cores,
         load_1min=find_number(sections["load"].first.split(" ")[0]),
         memory_total_bytes=memory.get("MemTotal"),
-        memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree")),
+        memory_available_bytes=min((n for n in free_bytes if n is not None), default=None),
         memory_limit_bytes=memory_limit_bytes,
         disks=parse_disks(sections["disk"].lines),
         interfaces=parse_interfaces(sections),
@@ -95,20 +96,24 @@ def parse_cpu_list(text: str) -> int | None:
     return count
 
 
-def parse_limits(lines: Iterable[str]) -> tuple[float | None, int | None]:
-    """The tightest CPU quota in cores and memory limit in bytes, over all levels of the cgroup."""
+def parse_limits(lines: Iterable[str]) -> tuple[float | None, int | None, int | None]:
+    """The tightest CPU quota in cores, memory limit and memory left below a limit, in bytes, over
+    all levels of the cgroup."""
     cores: list[float] = []
-    memory: list[int] = []
+    limits: list[int] = []
+    left: list[int] = []
     for line in lines:
         name, *values = line.split()
         if name == "cpu.max" and len(values) == 2 and values[0] not in ("max", "-1"):
             quota, period = find_number(values[0]), find_number(values[1])
             if quota and period:
                 cores.append(quota / period)
-        elif name.startswith("memory.") and values:
-            memory.append(find_int(values[0], 0, 2**64) or _NO_LIMIT_BYTES)
-    bounded = [n_bytes for n_bytes in memory if n_bytes < _NO_LIMIT_BYTES]
-    return min(cores, default=None), min(bounded, default=None)
+        elif name == "memory" and values:
+            limit, used, *freed = (find_int(value, 0, 2**64) or 0 for value in [*values, "0"])
+            if 0 < limit < _NO_LIMIT_BYTES:
+                limits.append(limit)
+                left.append(min(limit, max(0, limit - used + sum(freed))))
+    return min(cores, default=None), min(limits, default=None), min(left, default=None)
 
 
 def parse_meminfo(lines: Iterable[str]) -> dict[str, int]:

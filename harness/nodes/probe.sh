@@ -99,9 +99,9 @@ print_limits() {
     root=$1
     path=${2%/}
     while :; do
-        for file in cpu.max memory.max memory.limit_in_bytes; do
-            [ -r "$root$path/$file" ] && printf '%s %s\n' "$file" "$(cat "$root$path/$file")"
-        done
+        [ -r "$root$path/cpu.max" ] && printf 'cpu.max %s\n' "$(cat "$root$path/cpu.max")"
+        print_memory "$root$path" memory.max memory.current ''
+        print_memory "$root$path" memory.limit_in_bytes memory.usage_in_bytes total_
         if [ -r "$root$path/cpu.cfs_quota_us" ]; then
             printf 'cpu.max %s %s\n' "$(cat "$root$path/cpu.cfs_quota_us")" \
                 "$(cat "$root$path/cpu.cfs_period_us")"
@@ -109,6 +109,13 @@ print_limits() {
         [ -n "$path" ] || break
         path=${path%/*}
     done
+}
+
+# Print a limit, the memory in use, and its parts that the kernel frees on demand: the pages of files.
+print_memory() {
+    [ -r "$1/$2" ] || return
+    freed=$(sed -n "s/^$4\(in\)\{0,1\}active_file / /p" "$1/memory.stat" 2>/dev/null | tr -d '\n')
+    printf 'memory %s %s%s\n' "$(cat "$1/$2")" "$(cat "$1/$3" 2>/dev/null)" "$freed"
 }
 
 probe_network() {

@@ -33,8 +33,8 @@ MemAvailable:    8000000 kB
 @harness:cgroup
 cpu.max 400000 100000
 cpu.max max 100000
-memory.max 8589934592
-memory.limit_in_bytes 9223372036854771712
+memory 8589934592 7516192768 1073741824 2147483648
+memory 9223372036854771712 99999999999 1
 @harness:net_dev
 Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets
@@ -82,6 +82,7 @@ def test_every_fact_of_a_full_probe_is_read():
     assert facts.load_1min == 0.52
     assert facts.memory_total_bytes == 16_000_000 * 1024
     assert facts.usable_memory_bytes == 8 * 2**30
+    assert facts.memory_available_bytes == 4 * 2**30
     assert facts.own_addresses == ("127.0.1.1",)
     assert facts.environment == "/home/ada/.venv"
     assert facts.mpi == "Open MPI 4.1.2"
@@ -110,9 +111,10 @@ def test_a_probe_cut_off_anywhere_still_parses(length):
 
 
 def test_the_tightest_limit_of_all_levels_counts():
-    lines = ["cpu.max 50000 100000", "cpu.max 20000 100000", "cpu.max -1 100000", "memory.max max"]
-    assert parse_limits(lines) == (0.2, None)
-    assert parse_limits(["memory.max 100", "memory.max 70"]) == (None, 70)
+    lines = ["cpu.max 50000 100000", "cpu.max 20000 100000", "cpu.max -1 100000", "memory max 9"]
+    assert parse_limits(lines) == (0.2, None, None)
+    assert parse_limits(["memory 100 90 20 10", "memory 70 5 "]) == (None, 70, 40)
+    assert parse_limits(["memory 100", "memory 200 300 50"]) == (None, 100, 0)
 
 
 def test_a_file_system_counts_once_and_names_may_hold_blanks():

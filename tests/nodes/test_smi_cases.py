@@ -278,7 +278,7 @@ def test_with_cards_on_the_bus_no_devices_are_critical_and_torch_is_unknown(host
 @pytest.mark.parametrize(
     "text",
     [
-        "@harness:cgroup\ncpu.max ² 1\nmemory.max ²\nmemory.max " + "9" * 5000,
+        "@harness:cgroup\ncpu.max ² 1\nmemory ² 1\nmemory " + "9" * 5000,
         "@harness:cpus_allowed\nCpus_allowed_list: 0-" + "9" * 5000,
         "@harness:memory\nMemTotal: " + "9" * 5000 + " kB",
         "@harness:disk\n/dev/sda " + "9" * 5000 + " 1 1 1% /",
