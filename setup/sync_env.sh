@@ -81,6 +81,12 @@ code_files() {
     fi
 }
 
+# Prints the files of .venv, zero-separated, and last the one that says that it is whole.
+venv_files() {
+    find .venv/. ! -path .venv/./.installed -print0
+    [[ ! -e .venv/.installed ]] || printf '.venv/.installed\0'
+}
+
 code_digest() {
     (code_files | sort -z | (cd "$root" && xargs -0 sha256sum) | sha256sum | cut -d' ' -f1)
 }
@@ -116,6 +122,7 @@ cat "$dir/.synced" 2>/dev/null || echo missing
 "$dir/.venv/bin/python" - "$dir" <<'CODE' 2>/dev/null || echo missing
 $(cat "$root/harness/nodes/remote/versions.py")
 CODE
+$([[ ! -e $root/.venv/.installed ]] || echo "[ -e $dir/.venv/.installed ] || printf 'unfinished, '")
 "$dir/.venv/bin/python" - <<'CODE' 2>/dev/null || echo missing
 $(cat "$root/setup/versions.py")
 CODE
@@ -139,10 +146,13 @@ bring() {
     ((${#answer[@]} == 5)) || return 0
     [[ -n $torch ]] || ! is_same "${answer[@]}" || return 0
     [[ ${answer[0]} == own && ${answer[4]} == "$host" ]] || return 0
+    echo "$host: bringing code and packages, which may take minutes" >&3
     remove_programs "$host"
     (cd "$root" && code_files | tar -cf - --null -T -) | unpack "$host"
     if [[ $copy_venv == yes ]]; then
-        (cd "$root" && tar -cf - .venv/.) | unpack "$host"
+        # Packages that are there would mix with these; a link may lead to another checkout's environment.
+        remote "$install_timeout_s" "$host" "[ -L $dir/.venv ] || rm -rf $dir/.venv"
+        (cd "$root" && venv_files | tar -cf - --null --no-recursion -T -) | unpack "$host"
     else
         install_on "$host"
     fi
@@ -162,6 +172,7 @@ install_on() {
 # Removes all files that check_nodes hashes, so that no program stays that this checkout lacks.
 remove_programs() {
     ask "$probe_timeout_s" "$1" <<SCRIPT
+rm -f "$dir/.synced"
 [ ! -d "$dir/harness" ] || find "$dir/harness" -type f \( -name '*.py' -o -name '*.sh' \) -exec rm -f {} +
 SCRIPT
 }
@@ -240,6 +251,7 @@ main() {
     mark=$(cd "$root" && mktemp .sync-XXXXXXXX)
     trap 'clear_marks; rm -rf "$work"' EXIT
     trap 'stop_all; exit 130' INT TERM
+    exec 3>&2 # on_all keeps the output of each host in a file
     echo "here: $wanted_versions"
     reached=("${hosts[@]}")
     if [[ $apply == yes ]]; then announce_all; fi

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,27 @@ def test_an_own_disk_gets_the_code_and_an_installation(live_hostfile, checkout):
     row = _rows(_sync(checkout, live_hostfile, "--apply"))[NODES[1]]
     assert "NOT WRITABLE: " in row
     assert row.endswith(f"Read-only file system; make {checkout} writable there")
+
+
+def test_a_copied_environment_replaces_the_one_there_and_is_checked_to_be_whole(
+    live_hostfile, checkout
+):
+    environment = checkout / ".venv"
+    environment.unlink()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (environment / ".installed").touch()
+    _cluster("exec", "1", "--", "mount", "-n", "-t", "tmpfs", "tmpfs", str(checkout), cwd=Path("/"))
+    _cluster("exec", "1", "--", "mkdir", "-p", str(environment / "lib/of_another_torch"))
+
+    applied = _sync(checkout, live_hostfile, "--apply", "--copy-venv")
+    assert _rows(applied)[NODES[1]].split() == ["own", "OK"], applied.stdout
+    left = _cluster("exec", "1", "--", "ls", str(environment / "lib")).stdout
+    assert "of_another_torch" not in left
+
+    _cluster("exec", "1", "--", "rm", str(environment / ".installed"))  # as after an interruption
+    row = _rows(_sync(checkout, live_hostfile))[NODES[1]]
+    assert "DIFFERS: versions there are: unfinished, python 3." in row
+    assert row.endswith("--apply brings it")
 
 
 def test_programs_edited_or_left_over_on_a_host_are_found_and_replaced(
