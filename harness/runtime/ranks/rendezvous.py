@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.environment import Launch, read_address, read_port
 from harness.runtime.ranks.host import Gpu, HostFacts, describe_host
+from harness.runtime.ranks.interfaces import list_interfaces
 from harness.runtime.ranks.introduction import (
     HEARTBEAT_TIMEOUT_S,
     Endpoint,
@@ -38,6 +41,7 @@ from harness.units import format_number
 
 _log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=300)
+_UNREACHABLE_S, _ANSWER_S = 60.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +98,63 @@ def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any,
             f"MASTER_ADDR is {address}, which {socket.gethostname()} cannot resolve "
             f"({error.strerror}): set it to rank 0's host, or add that to /etc/hosts"
         ) from None
+    if not is_server:
+        _await_answer(launch.rank, address, port, _STORE_TIMEOUT.total_seconds())
     try:
-        store = _store(address, port, is_master=is_server)
+        # By loopback, because rank 0 would look for a wrong MASTER_ADDR until the timeout.
+        store = _store("127.0.0.1" if is_server else address, port, is_master=is_server)
     except RuntimeError as error:
         action = "serve" if is_server else "reach"
         raise LaunchError(
             f"rank {launch.rank} cannot {action} the store at MASTER_ADDR {address}, MASTER_PORT "
             f"{port} ({first_line(error)[:160]}): set both to rank 0's host and a free port there"
         ) from None
+    if is_server:
+        _await_answer(launch.rank, address, port, _UNREACHABLE_S)
     if has_agent_store:
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"harness/{attempt}", store), address, port
     return store, address, port
+
+
+def _await_answer(rank: int, address: str, port: int, refused_s: float) -> None:
+    """Wait until the store at MASTER_ADDR accepts a connection; TCPStore would try for 10 minutes.
+
+    Args:
+        refused_s: limit while the port refuses, as it does until rank 0 has started; a host that
+            does not answer at all is given up earlier.
+    """
+    begin_s = time.monotonic()
+    limit_s = _UNREACHABLE_S
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_ANSWER_S).close()
+            return
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                limit_s = refused_s
+            reason = error.strerror or str(error)
+        if time.monotonic() > begin_s + limit_s:
+            break
+        time.sleep(0.2)
+    remedy = "this host" if rank == 0 else "rank 0's host, where rank 0 must run"
+    raise LaunchError(
+        f"rank {rank} on {socket.gethostname()} cannot reach MASTER_ADDR {address}, MASTER_PORT "
+        f"{port} from {_source(address, port)} for {limit_s:g} s ({reason}): set MASTER_ADDR to an "
+        f"address of {remedy}, or open the port in its firewall"
+    )
+
+
+def _source(address: str, port: int) -> str:
+    """The interface by which this host sends to an address, and its own address there."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            own = str(probe.getsockname()[0])
+        names = [interface.name for interface in list_interfaces() if interface.address == own]
+        return " ".join([*names[:1], own])
+    return "no interface"
 
 
 def slurm_master(environ: Mapping[str, str]) -> dict[str, str]:

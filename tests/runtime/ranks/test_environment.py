@@ -1,5 +1,6 @@
 """Each launcher's variables give the same numbers; what a host is, and rank 0's terminal."""
 
+import errno
 import io
 import itertools
 import platform
@@ -100,7 +101,8 @@ def test_a_rank_that_cannot_meet_the_others_does_not_run_alone():
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}).launcher == "none"
 
 
-def test_a_place_to_meet_that_cannot_be_is_said_at_once():
+def test_a_place_to_meet_that_cannot_be_is_said_before_torch_gives_up(monkeypatch):
+    from harness.runtime.ranks import rendezvous
     from harness.runtime.ranks.rendezvous import _connect_at_master
 
     nowhere = {**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"}
@@ -111,6 +113,17 @@ def test_a_place_to_meet_that_cannot_be_is_said_at_once():
         first = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with pytest.raises(LaunchError, match=rf"rank 0 cannot serve .* MASTER_PORT {port}"):
             _connect_at_master(read_launch(first), first)
+
+    def unreachable(*_, **__):
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(rendezvous, "_UNREACHABLE_S", 0.0)
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    where = r"cannot reach MASTER_ADDR 127\.0\.0\.1, MASTER_PORT \d+ from lo 127\.0\.0\.1"
+    for rank, host in (("0", "this host"), ("3", "rank 0's host")):
+        silent = {**first, "RANK": rank}
+        with pytest.raises(LaunchError, match=f"rank {rank} on .* {where} .*address of {host}"):
+            _connect_at_master(read_launch(silent), silent)
 
 
 def test_a_shaper_at_the_root_limits_its_interface():
