@@ -267,6 +267,7 @@ main() {
         return
     fi
     local begin=$SECONDS
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 # its notice would follow the reason of a failure
     [[ -w $root && (! -e $venv || -w $venv) ]] ||
         fail "$(id -un) may not write $venv: let its owner install, or take a checkout of your own"
     make_venv

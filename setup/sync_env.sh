@@ -122,7 +122,7 @@ cat "$dir/.synced" 2>/dev/null || echo missing
 "$dir/.venv/bin/python" - "$dir" <<'CODE' 2>/dev/null || echo missing
 $(cat "$root/harness/nodes/remote/versions.py")
 CODE
-$([[ ! -e $root/.venv/.installed ]] || echo "[ -e $dir/.venv/.installed ] || printf 'unfinished, '")
+$([[ ! -e $root/.venv/.installed ]] || echo "[ -e $dir/.venv/.installed ] || [ ! -e $dir/.venv ] || printf 'unfinished, '")
 "$dir/.venv/bin/python" - <<'CODE' 2>/dev/null || echo missing
 $(cat "$root/setup/versions.py")
 CODE
@@ -225,7 +225,7 @@ difference() {
     [[ $apply == no ]] || remedy='it failed, see below'
     if [[ $disk == shared ]]; then
         echo "DIFFERS: the disk is shared, but versions there are: $versions; is its Python another?"
-    elif ! is_same_code "$code" "$3"; then
+    elif [[ $code != "$digest" ]] || { [[ $versions != missing ]] && ! is_same_code "$code" "$3"; }; then
         echo "DIFFERS: code $([[ $code == missing ]] && echo missing || echo 'of another state'); $remedy"
     else
         echo "DIFFERS: versions there are: $versions; $remedy"

@@ -151,7 +151,9 @@ def test_a_copied_environment_replaces_the_one_there_and_is_checked_to_be_whole(
     _cluster("exec", "1", "--", "rm", str(environment / ".installed"))  # as after an interruption
     row = _rows(_sync(checkout, live_hostfile))[NODES[1]]
     assert "DIFFERS: versions there are: unfinished, python 3." in row
-    assert row.endswith("--apply brings it")
+    _cluster("exec", "1", "--", "rm", "-r", str(environment))  # the code is that of here
+    row = _rows(_sync(checkout, live_hostfile))[NODES[1]]
+    assert "DIFFERS: versions there are: missing; --apply brings it" in row
 
 
 def test_programs_edited_or_left_over_on_a_host_are_found_and_replaced(
