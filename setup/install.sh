@@ -147,10 +147,11 @@ does_venv_work() {
         grep -qF -- "$venv/bin/" "$venv/bin/pip" 2>/dev/null
 }
 
-# Whether .venv works, includes the base Python's packages as wanted, and has the version of --python.
+# Whether .venv works, was not left within an installation, where packages may lack files, includes the base
+# Python's packages as wanted, and has the version of --python.
 is_venv_as_asked() {
     local base=$1 sees_base=$2 version='import sys; print(sys.version_info[:2])'
-    does_venv_work &&
+    [[ ! -e $venv/.installing ]] && does_venv_work &&
         grep -qix "include-system-site-packages = $sees_base" "$venv/pyvenv.cfg" &&
         [[ -z $python || $("$base" -c "$version") == "$("$venv/bin/python" -c "$version")" ]]
 }
@@ -259,8 +260,20 @@ verify() {
     say "$seen"
 }
 
+# Waits for another installation in this checkout; goes on without a lock if the file system has none.
+lock() {
+    has flock || return 0
+    exec 9<"$root" || return 0
+    flock -n 9 2>/dev/null && return
+    say "waiting for another installation in this checkout"
+    flock 9 2>/dev/null || true
+}
+
 main() {
     parse_flags "$@"
+    # Otherwise bash goes on after a command that ends orderly on Ctrl-C, as uv does.
+    trap 'echo "install: interrupted: run it again" >&2; exit 130' INT
+    lock
     install_system
     if is_current; then
         say "nothing to do: $venv is up to date"
@@ -272,7 +285,9 @@ main() {
         fail "$(id -un) may not write $venv: let its owner install, or take a checkout of your own"
     make_venv
     rm -f "$stamp"
+    : >"$venv/.installing"
     install_packages
+    rm -f "$venv/.installing"
     configure_mpi
     verify
     say "compiling, once"

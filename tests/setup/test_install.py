@@ -111,6 +111,21 @@ def test_an_environment_that_does_not_run_or_has_no_pip_is_not_current(call, tmp
     assert not _is_current(call)
 
 
+def test_an_environment_in_which_an_installation_was_interrupted_is_made_anew(call, tmp_path):
+    _environment(tmp_path)
+    (tmp_path / ".venv/pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    done = call("install_system() { :; }; install_packages() { kill -KILL $$; }; main")
+    assert done.stdout == f"install: using {tmp_path}/.venv (Python 3.12.4)\n"
+    done = call("find_base() { echo true; }; make_venv")
+    assert done.stdout.startswith(f"install: making {tmp_path}/.venv from true")
+
+
+def test_a_second_installation_waits_for_the_first(call, tmp_path):
+    locked = f"exec 8<{SCRIPT.parents[1]}; flock 8; (sleep 0.2; echo first; flock -u 8) &"
+    done = call(f"{locked} lock; echo second")
+    assert done.stdout.splitlines()[1:] == ["first", "second"]
+
+
 def test_a_checkout_that_cannot_be_written_is_refused_before_anything_is_removed(call, tmp_path):
     done = call(f"install_system() {{ :; }}; root={tmp_path}/none; main")
     assert done.returncode == 2
