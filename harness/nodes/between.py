@@ -1,8 +1,9 @@
 """Tests between hosts over ssh: TCP connections of all pairs, and an all-reduce without MPI.
 
 Each program listens on a free port and reports it. Then it connects to all others by their names
-in the hostfile, resolved on its host, and verifies the identity of each. The test finds firewalls,
-names that a host resolves differently, and addresses of other machines.
+in the hostfile (or the HostName that ssh's configuration has for them), resolved on its host, and
+verifies the identity of each. The test finds firewalls, names that a host resolves differently, and
+addresses of other machines.
 
 Each rank's program starts as soon as its host has answered, so that importing torch overlaps with
 waiting for slower hosts; ranks are assigned once the set of hosts is known. Hosts that share a
@@ -82,9 +83,15 @@ async def connect_pairs(
     )
     ports, silent = await _gather_outputs(_messages(agents), timeout_s)
     listening = [agent for agent in agents if agent.host in ports]
+    hostnames = {session.host: session.hostname for session in sessions}
     for agent in listening:
         peers = [
-            [peer.host, ports[peer.host]["port"], addresses.get(peer.host, "")]
+            [
+                peer.host,
+                hostnames[peer.host],
+                ports[peer.host]["port"],
+                addresses.get(peer.host, ""),
+            ]
             for peer in listening
             if peer is not agent and (peer.host in new or agent.host in new)
         ]

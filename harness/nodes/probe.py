@@ -49,7 +49,7 @@ class Order:
     """Parameters of the probe, equal for all hosts.
 
     Attributes:
-        peers: names of all hosts.
+        peers: names of all hosts, or those that ssh's configuration has for them.
         env_dir, repo_dir: paths that are the same on every host.
         timeout_s: time limit for one host, from the first packet to the last.
         deep: run a kernel on each GPU.
@@ -107,6 +107,11 @@ class Probe:
     is_complete: bool = False
     duration_s: float = 0.0
 
+    @property
+    def hostname(self) -> str:
+        """Where other hosts, which lack this machine's ssh configuration, connect to."""
+        return self.target.hostname if self.target is not None else self.host.name
+
 
 def script(order: Order) -> str:
     """The text of probe.sh, preceded by its assignments, quoted for a POSIX shell."""
@@ -161,6 +166,7 @@ async def _log_in(
                         found.host.name, connect_timeout_s=order.timeout_s, shared=order.shared
                     )
                 )
+                session.hostname = found.hostname
                 found = await _enter(session, found, order, deadline_s)
             # Random, so that the dropped logins do not retry at the same moment.
             pause_s = usual_pause_s * random.uniform(0.5, 1.5)

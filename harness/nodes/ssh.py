@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -144,6 +144,15 @@ async def target(host: str) -> Target | str:
     )
 
 
+async def hostnames(hosts: Sequence[str]) -> list[str]:
+    """Where ssh's configuration reaches hosts: by the same name unless a host has another there."""
+    targets = await asyncio.gather(*map(target, hosts))
+    return [
+        host if isinstance(found, str) else found.hostname
+        for host, found in zip(hosts, targets, strict=True)
+    ]
+
+
 def explain(stderr: str) -> Login:
     """The outcome of a failed login, by ssh's messages."""
     stderr = stderr[-_LONGEST:]
@@ -247,10 +256,12 @@ class Session:
     Attributes:
         child: the ssh process.
         greeting: the last line that the login printed before its shell was ready.
+        hostname: of ssh's configuration; where other hosts, which lack that file, connect to.
     """
 
     def __init__(self, host: str, child: processes.Child) -> None:
         self.host = host
+        self.hostname = host
         self.child = child
         self.greeting = ""
         self._last: Agent | None = None

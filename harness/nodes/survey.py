@@ -42,7 +42,7 @@ from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
-from harness.nodes.ssh import Login, Session
+from harness.nodes.ssh import Login, Session, hostnames
 from harness.units import parse_duration
 
 CHECKOUT = Path(harness.__file__).resolve().parents[1]
@@ -167,6 +167,7 @@ async def survey(
     progress: Progress,
 ) -> Survey:
     """Probe all hosts; `between` names the checks between hosts to run: tcp, mpi, allreduce."""
+    order = replace(order, peers=tuple(await hostnames(order.peers)))
     talk = Talk(order, between, launch_timeout_s, progress)
     async with _Inspection(hosts, order, progress) as inspection:
         await talk.begin(await inspection.first_healthy(order.timeout_s / 2))

@@ -38,7 +38,7 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
     mine = {target: c for (source, target), c in pairs.connections.items() if source == report.name}
     failed = {target: c for target, c in mine.items() if c.error}
     if failed:
-        return _explain_failures(report, mine, failed, pairs)
+        return _explain_failures(report, mine, failed, survey, pairs)
     slowest_s = max((c.rtt_s or 0.0 for c in mine.values()), default=0.0)
     text = f"reaches {len(mine)} of {len(mine)}, round trip up to {format_duration(slowest_s)}"
     return ok(text + _without(survey, (*mine, report.name)))
@@ -56,7 +56,11 @@ def _excluded(report: HostReport, survey: Survey) -> list[Judgement]:
 
 
 def _explain_failures(
-    report: HostReport, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
+    report: HostReport,
+    mine: dict[str, Connection],
+    failed: dict[str, Connection],
+    survey: Survey,
+    pairs: Pairs,
 ) -> list[Judgement]:
     name = report.name
     reasons = [
@@ -66,7 +70,7 @@ def _explain_failures(
     text = f"reaches {len(mine) - len(failed)} of {len(mine)}; not {', '.join(reasons)}"
     errors = {connection.error for connection in failed.values()}
     if errors & {"resolve", "impostor"}:
-        targets = " ".join(failed)
+        targets = " ".join(one.probe.hostname for one in survey.reports if one.name in failed)
         return critical(text, f"ssh {name} getent hosts {targets}; correct its /etc/hosts")
     if errors == {"interface"}:
         return critical(text, _other_interface(report))

@@ -184,7 +184,7 @@ def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
         return ok("no other host to reach")
     interface = facts.cluster_interface
     if interface is None:
-        others = " ".join(one.name for one in survey.reports if one.name != report.name)
+        others = " ".join(one.probe.hostname for one in survey.reports if one.name != report.name)
         return critical(
             "no route to any of the other hosts by their names",
             f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",

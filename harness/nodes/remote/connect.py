@@ -2,7 +2,7 @@
 
 Lines on standard input and output, JSON each:
     out  {"port": P}
-    in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT, ADDRESS], ...]}
+    in   {"name": OWN, "timeout_s": T, "peers": [[NAME, HOSTNAME, PORT, ADDRESS], ...]}
     out  {"peers": {NAME: {"rtt_s": R} | {"error": E}}}
     in   a line or the end of the file: the listener may end
 """
@@ -43,9 +43,11 @@ def answer(connection: socket.socket, identity: "Identity") -> None:
         pass  # the peer reports it
 
 
-def ask_both(name: str, port: int, address: str, timeout_s: float) -> "dict[str, object]":
-    """Connect to the peer by its name, then at the address that runs take, if that is another."""
-    found = ask(name, port, name, timeout_s)
+def ask_both(
+    name: str, hostname: str, port: int, address: str, timeout_s: float
+) -> "dict[str, object]":
+    """Connect to the peer by host name, then at the address that runs take, if that is another."""
+    found = ask(hostname, port, name, timeout_s)
     if "error" in found or address in ("", found["address"]):
         return found
     direct = ask(address, port, name, timeout_s)
@@ -109,8 +111,8 @@ def main() -> None:
     identity.is_known.set()
     results: dict[str, object] = {}
 
-    def collect(name: str, port: int, address: str) -> None:
-        results[name] = ask_both(name, port, address, order["timeout_s"])
+    def collect(name: str, hostname: str, port: int, address: str) -> None:
+        results[name] = ask_both(name, hostname, port, address, order["timeout_s"])
 
     threads = [threading.Thread(target=collect, args=peer, daemon=True) for peer in order["peers"]]
     for thread in threads:
