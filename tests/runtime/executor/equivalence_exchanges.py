@@ -68,31 +68,6 @@ def third_branch_copied() -> Case:
     return Case(name="branches", model="branches", n_ranks=2, strategy=strategy)
 
 
-def read_by_two_stages() -> Case:
-    """Device 1 has stages 1 and 3, which read one value; the later one joins its microbatches."""
-    stage_of = {"stem": 0, "relu": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
-    return _joining_in_turns("read_twice", stage_of)
-
-
-def read_as_view() -> Case:
-    """Stage 1 of device 1 makes a view of what it is sent, stage 3 joins its microbatches of it."""
-    stage_of = {"stem": 0, "view": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
-    return _joining_in_turns("read_as_view", stage_of)
-
-
-def _joining_in_turns(model: str, stage_of: dict[str, int]) -> Case:
-    """Four stages on two devices in turn, with all gradients of weights joined."""
-    strategy = Strategy(
-        name=model,
-        batch=17,  # no linear layer counts as large, then, and all microbatches but one are alike
-        operators={name: OperatorPlan({}, [s % 2], s) for name, s in stage_of.items()},
-        n_microbatches=8,
-        schedule="interleaved",
-        stages=[Stage()] * 4,
-    )
-    return Case(name=model, model=model, n_ranks=2, strategy=strategy, seed=1)
-
-
 def read_ahead() -> Case:
     """Stages 0 and 2 on device 0, 1 and 3 on device 1, which fetches both values in stage 1."""
     stage_of = {"stem": 0, "tanh": 0, "relu": 3, "sigmoid": 1, "mul": 1, "cos": 2}

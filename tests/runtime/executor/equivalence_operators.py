@@ -141,30 +141,6 @@ class Branches(nn.Module):
         return (first + third) * second
 
 
-class ReadTwice(nn.Module):
-    """A value that is read early by what keeps nothing, and late by a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.late = nn.Linear(_NARROW, _NARROW), nn.Linear(_NARROW, _NARROW)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return x.relu().tanh() + self.late(x)
-
-
-class ReadAsView(nn.Module):
-    """A view of a value, made early and read late by a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.late = nn.Linear(_NARROW, _NARROW), nn.Linear(_NARROW, _NARROW)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).view(-1, _NARROW)
-        return x.tanh() + self.late(x)
-
-
 class ReadAhead(nn.Module):
     """Two values, of which the first is read by an early operator of a late stage."""
 
@@ -251,8 +227,6 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 # With the shape of a sample and the number of classes.
 SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "branches": (Branches, (_NARROW,), _NARROW),
-    "read_twice": (ReadTwice, (_NARROW,), _NARROW),
-    "read_as_view": (ReadAsView, (_NARROW,), _NARROW),
     "read_ahead": (ReadAhead, (_NARROW,), _NARROW),
     "wide_head": (WideHead, (3, 2, 2), WIDE),
     "unread_row": (UnreadRow, (3, 7, 7), 5),

@@ -15,8 +15,6 @@ from equivalence_exchanges import (
     norms_case,
     order_of_messages,
     read_ahead,
-    read_as_view,
-    read_by_two_stages,
     sharded,
     third_branch_copied,
     train_in_int8,
@@ -98,11 +96,6 @@ def test_what_order_alone_pairs_trains_the_same(make, ranks):
     found = merged(ranks.run(case.n_ranks, train_in_pairs, case))
     tolerance = FLOAT64_TOLERANCES[case.optimizer]
     assert first_beyond(found, reference(case, ranks), tolerance) is None
-
-
-@pytest.mark.parametrize("make", [read_by_two_stages, read_as_view])
-def test_what_joined_gradients_are_computed_from_is_not_received_into(make, ranks):
-    assert_equal(make(), ranks)
 
 
 def test_a_message_that_waits_for_what_does_not_travel_trains_the_same(ranks):

@@ -151,11 +151,13 @@ class Flight:
             leaf.grad = leaf.grad.clone()
             self.owned.add(key)
 
-    def add_gradient(self, key: InputKey, region: Relative, gradient: Tensor) -> None:
-        """Add to the gradient of a region of a leaf."""
+    def add_gradient(
+        self, key: InputKey, region: Relative, gradient: Tensor, *, is_own: bool = False
+    ) -> None:
+        """Add to the gradient of a region of a leaf; may keep one that shares no memory."""
         leaf = self.leaves[key]
         if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
-            leaf.grad = gradient.clone()
+            leaf.grad = gradient if is_own else gradient.clone()
             self.owned.add(key)
             return
         self.own_gradient(key)

@@ -49,7 +49,7 @@ def prime(
         weights: module whose gradients are cleared afterwards.
         update: primes an update; None if receives never wait beside one.
     """
-    device = channels.buffers.device
+    device = channels.device
     with kept_alike(runner.buffers(), device), muted(channels):
         sync.start_step(is_muted=True)
         run()
@@ -79,7 +79,7 @@ def muted(channels: Channels) -> Iterator[None]:
     channels.is_muted = True
     try:
         yield
-        settle(channels.buffers.device)
+        settle(channels.device)
     finally:
         channels.is_muted = False
 

@@ -13,7 +13,6 @@ from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision, has_gradients
 from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.sync import backward_calls
 from harness.runtime.executor.program.program import (
     InputKey,
     PartKey,
@@ -70,9 +69,8 @@ class Runner:
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute = [stage.recompute for stage in strategy.stages]
         self._gradients = gradients
-        self._keeps_inputs = self._needs_inputs()
         self._random = random
-        self._device = channels.buffers.device
+        self._device = channels.device
         self._sums = Sums(channels, phases, len(self._sizes))
         self._receives: Receives
         self._receives_of: dict[tuple[Action, ...], Receives] = {}
@@ -125,14 +123,6 @@ class Runner:
         self._receives.finish()
         if self._stash is None:
             self._flights.clear()
-
-    def _needs_inputs(self) -> bool:
-        """Whether received values are needed after their backward, for weight gradients."""
-        programs = [program for program, _ in self._programs.values()]
-        split = self._gradients.split
-        return any(stage in split for one in programs for stage in one.stages) or any(
-            backward_calls(module).joined for one in programs for module in one.modules()
-        )
 
     def forget(self) -> None:
         """Drop microbatches whose backward will not run."""
@@ -245,46 +235,39 @@ class Runner:
             for fetch, held in moves.sums.get(key, ()):
                 if not fetch.sum.goes:
                     continue
-                whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
+                whole = self._allocated(fetch)
                 whole.copy_(held.of_tensor(flight.leaves[key].detach()))
                 self._sums.start(whole, fetch, microbatch, is_backward=False)
+
+    def _allocated(self, fetch: Fetch) -> Tensor:
+        return torch.empty(fetch.shape, dtype=self._dtype(fetch), device=self._device)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Assemble a want from received and local pieces."""
         route = fetch.whole
         if fetch.sum.goes:
             whole = self._sums.take(fetch, microbatch, is_backward=False)
-        elif route is not None and not route.is_local:
-            whole = self._receives.take(microbatch, route, is_backward=False)
-        elif route is not None and fetch.is_borrowed:
-            whole = flight.leaves[route.source]
+        elif route is not None and (route.held.is_all or not route.is_local):
+            whole = self._piece(flight, route, microbatch)
         else:
-            whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
+            whole = self._allocated(fetch)
             is_added = fetch.want.is_sum and not fetch.routes[0].in_want.is_all
             if is_added:
                 whole.zero_()
             for each in fetch.routes:
-                self._place(flight, each, whole, microbatch, is_added=is_added)
+                target = each.in_want.of_tensor(whole)
+                write = target.add_ if is_added else target.copy_
+                write(self._piece(flight, each, microbatch))
                 is_added = fetch.want.is_sum
         leaf = whole.detach()
         if fetch.is_differentiable:
             leaf.requires_grad_()
         flight.leaves[fetch.key] = leaf
 
-    def _place(
-        self, flight: Flight, route: Route, whole: Tensor, microbatch: int, *, is_added: bool
-    ) -> None:
-        target = route.in_want.of_tensor(whole)
+    def _piece(self, flight: Flight, route: Route, microbatch: int) -> Tensor:
         if route.is_local:
-            piece = route.held.of_tensor(flight.leaves[route.source].detach())
-        else:
-            piece = self._receives.take(microbatch, route, is_backward=False)
-        if is_added:
-            target.add_(piece)
-        else:
-            target.copy_(piece)
-        if not route.is_local:
-            self._channels.buffers.give_back(piece)
+            return route.held.of_tensor(flight.leaves[route.source].detach())
+        return self._receives.take(microbatch, route, is_backward=False)
 
     # Backward
 
@@ -321,14 +304,7 @@ class Runner:
                     flight.add_gradient(key, held, gradient)
         for route in moves.collected[place]:
             gradient = self._receives.take(microbatch, route, is_backward=True)
-            leaf = flight.leaves[route.source]
-            if leaf.grad is None and route.held.is_all and gradient.dtype == leaf.dtype:
-                # Not given back, because views of it may be sent as gradients of earlier segments.
-                leaf.grad = gradient
-                flight.owned.add(route.source)
-            else:
-                flight.add_gradient(route.source, route.held, gradient)
-                self._channels.buffers.give_back(gradient)
+            flight.add_gradient(route.source, route.held, gradient, is_own=True)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
         """Run a segment's forward again, with gradients; the first one's outputs are freed."""
@@ -369,9 +345,7 @@ class Runner:
         for message in moves.returning.get(place, ()):
             self._send(flight, message, microbatch)
         for fetch in moves.fetches[place]:
-            leaf = flight.leaves.pop(fetch.key)
-            if not (fetch.is_borrowed or self._keeps_inputs):
-                self._channels.give_back(leaf.detach())
+            del flight.leaves[fetch.key]
 
     def _return_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Pass a gradient to an all-reduce, or to the parts of this device."""

@@ -65,23 +65,6 @@ class Transfer:
     pieces: dict[tuple[int, int], Tensor] | None = None
 
 
-class Buffers:
-    """Tensors for receiving, by shape and dtype, reused after they are given back."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        free = self._free[shape, dtype]
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self.device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Make a whole buffer available again; a piece of one is dropped."""
-        if buffer.untyped_storage().nbytes() == buffer.nbytes:
-            self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
-
-
 class _Sent(NamedTuple):
     """A pending send, read before the target's segment at `read_at`; keeps the tensor alive."""
 
@@ -117,9 +100,7 @@ class Channels:
         collectives: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._world, self._groups, self._order = world, groups, order
-        self.buffers = Buffers(world.device)
-        is_staged = world.wire != world.device
-        self._arriving = Buffers(world.wire) if is_staged else self.buffers
+        self.device = world.device
         self._is_nccl, self._timeout = world.backend == "nccl", timedelta(seconds=groups.timeout_s)
         self._n_messages = 1 + max((message.number for message in messages), default=0)
         self._pairs = self._make_pairs(messages) if self._is_nccl else {}
@@ -243,7 +224,7 @@ class Channels:
     def receive(self, message: Message, dtype: torch.dtype, microbatch: int) -> Transfer:
         """Post a receive."""
         sender = message.sender
-        buffer = self._arriving.take(message.shape, dtype)
+        buffer = torch.empty(message.shape, dtype=dtype, device=self._world.wire)
         work: Any = None
         label = partial(_label, message, microbatch, f"from rank {sender.rank}")
         if not self.is_muted:
@@ -255,31 +236,13 @@ class Channels:
         return Transfer(work, buffer, message, label, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a receive; the caller gives its pieces back to `buffers` after use."""
+        """Wait for a receive, which has its pieces then."""
         source = transfer.message.sender.rank
         with self._waiting(transfer.label, source):
             self._wait(transfer.work)
-        transfer.buffer = self._on_device(transfer.buffer)
+        transfer.buffer = transfer.buffer.to(self.device)
         transfer.pieces = transfer.message.split(transfer.buffer)
         self._finish_sends(source, lambda sent: sent.read_at <= transfer.sent_at)
-
-    def _on_device(self, buffer: Tensor) -> Tensor:
-        """Move a received tensor to the device."""
-        if self._arriving is self.buffers:
-            return buffer
-        found = self.buffers.take(tuple(buffer.shape), buffer.dtype)
-        found.copy_(buffer)
-        self._arriving.give_back(buffer)
-        return found
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Make the buffer of a received value available again, unless a view of it is on its way to
-        another rank: if that sends no gradient back, this rank may be done with the value before it
-        has been read."""
-        memory = buffer.untyped_storage().data_ptr()
-        sends = (sent for each in self._sending.values() for sent in each)
-        if all(sent.tensor.untyped_storage().data_ptr() != memory for sent in sends):
-            self.buffers.give_back(buffer)
 
     def finish_sends(self, before: float = math.inf) -> None:
         """Wait for all sends of microbatches before `before`."""

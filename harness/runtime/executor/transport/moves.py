@@ -78,11 +78,6 @@ class Fetch:
         is_whole = len(self.routes) == 1 and self.routes[0].in_want.is_all
         return self.routes[0] if is_whole else None
 
-    @cached_property
-    def is_borrowed(self) -> bool:
-        """Whether it is the tensor of a part of this device, not a copy."""
-        return self.whole is not None and self.whole.is_local and self.whole.held.is_all
-
 
 class Moves:
     """The transfers of a device at one microbatch size, by segment.

@@ -186,13 +186,10 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
     channels = channels_of(FakeWorld(device=gpu, wire=host))
     sent, received = both_ways()
     transfer = channels.receive(received, torch.float32, 0)
-    received_into = transfer.buffer
     channels.wait(transfer)
     assert (moved, transfer.buffer.device) == ([host], gpu)
-    again = channels.receive(received, torch.float32, 1)
-    assert again.buffer is received_into
     channels_of(FakeWorld(device=host, wire=gpu)).send(torch.zeros(2), sent, 0)
-    assert moved == [host, host, gpu]
+    assert moved == [host, gpu]
 
 
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
@@ -219,18 +216,6 @@ def test_a_sum_that_cannot_start_says_of_what_and_for_whom(is_collective, error,
     monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError(error)))
     with pytest.raises(PeerError, match=rf"the sum of add over ranks \[0, 1\].*{told}"):
         channels.start_sum(torch.zeros(2), "add", (0, 1), is_collective=is_collective)
-
-
-def test_no_message_is_received_into_what_is_being_sent(monkeypatch):
-    monkeypatch.setattr(dist, "isend", mock.Mock())
-    channels = channels_of(FakeWorld(), [message()])
-    buffer = channels.buffers.take((2,), torch.float32)
-    channels.send(buffer.view(2), message(), 0)
-    channels.give_back(buffer)
-    assert channels.buffers.take((2,), torch.float32) is not buffer
-    channels.finish_sends()
-    channels.give_back(buffer)
-    assert channels.buffers.take((2,), torch.float32) is buffer
 
 
 def test_a_message_tells_which_sends_its_sender_has_read(monkeypatch):
