@@ -1,5 +1,6 @@
 """What ranks of a test run; importable by name, for spawned processes."""
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -19,7 +20,7 @@ from harness.errors import HarnessError, StrategyError
 from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
-from harness.plan.again import SearchAgain, search_again
+from harness.plan.again import FoundAgain, SearchAgain, search_again
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor import engine
 from harness.runtime.executor.state.files import load_sharded
@@ -259,6 +260,16 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
     return found
 
 
+poll_search = BesideSearch.poll
+
+
+def waited_for_answer(search: BesideSearch) -> FoundAgain | None:
+    """The answer of a search, at once."""
+    while (found := poll_search(search)) is None and search.is_running:
+        time.sleep(0.05)
+    return found
+
+
 def waited_for(planning: Future[Any]) -> bool:
     """The answer is there when it is first asked for, so that a short training changes."""
     wait([planning])
@@ -303,6 +314,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             with (
                 mock.patch.object(replanning, "is_worth", is_faster),
                 mock.patch.object(Future, "done", waited_for),
+                mock.patch.object(BesideSearch, "poll", waited_for_answer),
             ):
                 summary = run_train(replace(case, change=change), context)
         except HarnessError as error:

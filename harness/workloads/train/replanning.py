@@ -11,12 +11,8 @@ change.
 
 import logging
 import math
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,7 +25,6 @@ from harness.plan.autopipe import AutoPipe
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
 from harness.workloads.train.next_plan import BesideSearch
-from harness.workloads.train.plan import Planned
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
 
 _log = logging.getLogger(__name__)
@@ -46,7 +41,6 @@ WEIGHT = 0.3
 N_SKIPPED = 3
 # Most share of the time that is left which a search may take, and least seconds of a search.
 _SEARCHED_SHARE, _LEAST_SEARCH_S = 0.05, 2.0
-_POLL_S = 0.05
 
 
 class DeviceSpeeds:
@@ -221,26 +215,10 @@ class MeanComputeTime:
             self.mean_s = before_s + WEIGHT * (compute_s - before_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Offer:
-    """Another strategy for the frozen model.
-
-    Attributes:
-        before_s, after_s: predicted steps by the strategy of now and by the other.
-        cost_s: predicted seconds of the change.
-    """
-
-    planned: Planned
-    before_s: float
-    after_s: float
-    cost_s: float
-
-
 class ShrinkPolicy(Policy):
     """Changes to the plan of the frozen model; all ranks construct it.
 
-    Without `--replicate` no layer gets more replicas than at the start, so freed devices idle. A
-    thread of rank 0 plans, so that training does not wait for it.
+    Without `--replicate` no layer gets more replicas than at the start, so freed devices idle.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -261,9 +239,6 @@ class ShrinkPolicy(Policy):
         # Most devices that share an operator's samples, or have copies of it.
         most = max(len(set(plan.devices)) for plan in start.operators.values())
         self._most_replicas = None if case.replicate else most
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="frozen model")
-        self._planning: Future[_Offer | None] | None = None
-        self._is_cancelled = threading.Event()
         self._planned_for, self._is_waiting = (0, 0), False
 
     def due(self, step: int) -> Due | None:
@@ -271,54 +246,28 @@ class ShrinkPolicy(Policy):
             return None
         world, current = self._inputs.context.world, self._inputs.current
         n_frozen, n_skipped = current.n_frozen, current.n_skipped
+        is_searched = world.is_first and self._rule is None
         # Not where a strategy that cannot use the cache has ended it: a search would offer the
         # strategy from before.
         is_replaced = n_skipped > self._planned_for[1] and not self._is_waiting
         if n_frozen != self._planned_for[0] or is_replaced:
             self._planned_for, self._is_waiting = (n_frozen, n_skipped), True
-            self._is_cancelled.set()
-            self._is_cancelled = threading.Event()
-            if world.is_first:
-                left = self._inputs.training.n_steps - step
-                self._planning = self._pool.submit(self._plan, n_frozen, left, self._is_cancelled)
+            if is_searched:
+                self._search.start(self._request(self._inputs.training.n_steps - step))
         if not self._is_waiting:
             return None
-        is_done = self._planning is not None and self._planning.done()
+        found = self._search.poll() if is_searched else None
+        is_done = found is not None or self._rule is not None
         if max(gather_numbers(float(is_done), world)) == 0:
             return None
         self._is_waiting = False
-        return broadcast_result(lambda: self._answer(step), Due | None, world)
+        return broadcast_result(lambda: self._answer(found, step), Due | None, world)
 
     def close(self) -> None:
-        """End a search that still runs."""
-        self._is_cancelled.set()
-        self._pool.shutdown(wait=True)
         self._search.close()
 
-    def _plan(self, n_frozen: int, n_left: int, is_cancelled: threading.Event) -> _Offer | None:
-        """Plan the frozen model; None if the strategy of now is the answer."""
-        planner, current = self._inputs.planner, self._inputs.current
-        if self._rule is not None:
-            strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen, 0))
-        else:
-            self._search.start(self._request(n_frozen, n_left))
-            strategy = self._searched(is_cancelled)
-        now, n_skipped = current.planned.strategy, current.n_skipped  # not as the search began
-        # Strategies of other names may train alike.
-        if strategy is None or now == msgspec.structs.replace(
-            strategy, name=now.name, made_for=now.made_for
-        ):
-            return None
-        return _Offer(
-            planned=planner.planned(strategy, n_frozen),
-            before_s=planner.step_s(now, n_frozen, n_skipped),
-            after_s=planner.step_s(strategy, n_frozen, n_skipped),
-            cost_s=current.still_s + planner.estimate_change_s(now, strategy, n_frozen, n_skipped),
-        )
-
-    def _request(self, n_frozen: int, n_left: int) -> SearchAgain:
-        planner, current = self._inputs.planner, self._inputs.current
-        now, n_skipped = current.planned.strategy, current.n_skipped
+    def _request(self, n_left: int) -> SearchAgain:
+        planner, (now, n_frozen, n_skipped) = self._inputs.planner, self._inputs.current.trained
         request = planner.search_again(n_frozen, now, n_skipped)
         left_s = planner.step_s(now, n_frozen, n_skipped) * n_left
         most_s = max(_LEAST_SEARCH_S, _SEARCHED_SHARE * left_s)
@@ -328,38 +277,44 @@ class ShrinkPolicy(Policy):
             most_replicas=self._most_replicas,
         )
 
-    def _searched(self, is_cancelled: threading.Event) -> Strategy | None:
-        """The plan of the search that runs; None if it is not wanted any more."""
-        while not is_cancelled.is_set():
-            found = self._search.poll()
-            if found is not None and found.strategy is None:
-                raise HarnessError(found.error)
-            if found is not None:
-                return found.strategy
-            time.sleep(_POLL_S)
-        return None
-
-    def _answer(self, step: int) -> Due | None:
-        """The decision on rank 0; None if the strategy of now is as good. PipeTransformer's rule
-        does not ask whether a change pays."""
-        assert self._planning is not None
+    def _answer(self, found: FoundAgain | None, step: int) -> Due | None:
+        """The decision on rank 0; None if the strategy of now is as good."""
         try:
-            offer = self._planning.result()
+            return self._judge(self._next(found), self._inputs.training.n_steps - step)
         except HarnessError as error:
             _log.warning("the frozen model is not planned again: %s", error)
             return None
-        if offer is None:
+
+    def _next(self, found: FoundAgain | None) -> Strategy | None:
+        """The strategy that the rule or the search gives."""
+        if self._rule is not None:
+            simulator = self._inputs.planner.simulator(self._inputs.current.n_frozen, 0)
+            return self._rule.next_strategy(simulator)
+        assert found is not None, "rank 0 has polled it"
+        if found.strategy is None:
+            raise HarnessError(found.error)
+        return found.strategy
+
+    def _judge(self, strategy: Strategy | None, n_left: int) -> Due | None:
+        """The change to a strategy if it pays, for which PipeTransformer's rule does not ask."""
+        planner, current = self._inputs.planner, self._inputs.current
+        now, n_frozen, n_skipped = current.trained
+        # Strategies of other names may train alike.
+        if strategy is None or now == msgspec.structs.replace(
+            strategy, name=now.name, made_for=now.made_for
+        ):
             return None
-        n_left, flags = self._inputs.training.n_steps - step, f"--shrink {self._inputs.case.shrink}"
+        planned = planner.planned(strategy, n_frozen)
+        before_s, after_s = (planner.step_s(one, n_frozen, n_skipped) for one in (now, strategy))
+        cost_s = current.still_s + planner.estimate_change_s(now, strategy, n_frozen, n_skipped)
         reason = (
-            f"predicted {format_duration(offer.after_s)} instead of "
-            f"{format_duration(offer.before_s)} a step, {n_left} steps left"
+            f"predicted {format_duration(after_s)} instead of {format_duration(before_s)} a step, "
+            f"{n_left} steps left"
         )
-        is_paying = is_worth(offer.before_s, offer.after_s, n_left, offer.cost_s)
-        if self._rule is None and not is_paying:
+        if self._rule is None and not is_worth(before_s, after_s, n_left, cost_s):
             _log.info(
                 "%s does not pay: %s, the change takes %s",
-                offer.planned.strategy.name, reason, format_duration(offer.cost_s),
+                strategy.name, reason, format_duration(cost_s),
             )  # fmt: skip
             return None
-        return Due(planned=offer.planned, why=f"{flags}: {reason}")
+        return Due(planned=planned, why=f"--shrink {self._inputs.case.shrink}: {reason}")

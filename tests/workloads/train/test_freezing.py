@@ -172,7 +172,9 @@ def test_the_model_is_planned_again_as_layers_freeze_and_are_cached(monkeypatch)
     monkeypatch.setattr(replanning.BesideSearch, "warm_up", lambda self: None)
     monkeypatch.setattr(replanning, "gather_numbers", lambda *_: [next(is_done)])
     monkeypatch.setattr(replanning, "broadcast_result", lambda make, *_: make())
-    monkeypatch.setattr(ShrinkPolicy, "_plan", lambda _, *request: asked.append(request[:2]))
+    monkeypatch.setattr(replanning.BesideSearch, "start", lambda _, n_left: asked.append(n_left))
+    monkeypatch.setattr(ShrinkPolicy, "_request", lambda _, n_left: (current.n_frozen, n_left))
+    monkeypatch.setattr(ShrinkPolicy, "_answer", lambda *_: None)
     policy = ShrinkPolicy(inputs)
     frozen_and_cached = [(0, 0), (2, 0), (2, 2), (2, 2), (3, 2), (3, 0), (0, 0)]
     for step, (current.n_frozen, current.n_skipped) in enumerate(frozen_and_cached):
