@@ -27,6 +27,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES
 from harness.runtime.engines.engine import EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -165,7 +166,7 @@ class DeepSpeedEngine:
         )
         self._task = task
         self._world, self.replica = world, tuple(range(world.size))
-        self._recorder = recorder
+        self._recorder, self._phases = recorder, Phases(recorder)
         self._input_dtype = NARROW_DTYPES.get(options.dtype)
         self._is_whole = options.zero_stage < 3  # between two steps
         optimizer = make_optimizer(task.model.named_parameters(), options.optimizer, world.device)
@@ -208,8 +209,9 @@ class DeepSpeedEngine:
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         self._timer.n_collectives = 0
         self._timer.intervals.clear()
-        batch, at_copy = fetch_batch(fetch, self._recorder, self._world.device)
         mark, begin = self._recorder.clock.mark, self._recorder.reached.begin
+        batch, at_copy = fetch_batch(fetch, self._phases, self._world.device), mark()
+        self._phases.end(at_copy)
         begin("forward")
         loss = self._forward(batch, share)
         at_forward = mark()

@@ -15,6 +15,7 @@ from harness.measure.recorder import Clock, Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import sent_bytes
 from harness.runtime.engines.optimizers import OptimizerOptions, OuterOptions
+from harness.runtime.engines.phases import Phases
 from harness.runtime.ranks.quantized_sums import start_all_reduce
 from harness.runtime.ranks.world import World
 
@@ -145,21 +146,13 @@ class Engine(Protocol):
         ...
 
 
-def fetch_batch(
-    fetch: Callable[[], Batch], recorder: Recorder, device: torch.device
-) -> tuple[Batch, Any]:
-    """Begin a step by its phases of data; returns the batch on the device, and the mark then."""
-    mark, add = recorder.clock.mark, recorder.add_marks
-    recorder.reached.begin("data")
-    at_start = mark()
+def fetch_batch(fetch: Callable[[], Batch], phases: Phases, device: torch.device) -> Batch:
+    """Begin a step by its phases of data; returns the batch on the device."""
+    phases.begin("data")
     batch = fetch()
-    at_data = mark()
-    n_bytes = batch.n_bytes
-    add("data", at_start, at_data, n_bytes=n_bytes)
-    batch = batch.to(device)
-    at_copy = mark()
-    add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
-    return batch, at_copy
+    phases.note(n_bytes=batch.n_bytes)
+    phases.begin("host_to_device", n_bytes=batch.n_bytes)
+    return batch.to(device)
 
 
 # NCCL uses PyTorch's pool of normal-priority streams, gloo that of high-priority streams.

@@ -33,6 +33,7 @@ from harness.runtime.devices.precision import Precision, reduced
 from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
 from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
+from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -132,7 +133,7 @@ class TorchEngine:
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
     ) -> None:
         self._task, self._world = task, world
-        self._recorder = recorder
+        self._phases = Phases(recorder)
         self._precision = Precision(options.dtype, world.device)
         self._timer: BucketTimer | None = None
         self._average: ReplicaAverage | None = None
@@ -176,31 +177,30 @@ class TorchEngine:
         return self._world.size > 1
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
-        mark, add = self._recorder.clock.mark, self._recorder.add_marks
-        batch, at_copy = fetch_batch(fetch, self._recorder, self._world.device)
-        begin = self._recorder.reached.begin
-        begin("forward")
+        phases, timer = self._phases, self._timer
+        batch = fetch_batch(fetch, phases, self._world.device)
+        phases.begin("forward")
         average = None if is_muted else self._average
         if average is not None:
             average.begin(share.n_local / share.n_global)
         with self._synchronising(is_muted=is_muted):
             loss = self._forward(batch, share)
-            at_forward = mark()
-            add("forward", at_copy, at_forward)
-            if self._timer:
-                self._timer.n_buckets = 0
-            begin("backward")
+            if timer:
+                timer.n_buckets = 0
+            phases.begin("backward")
             self._precision.scaler.scale(loss * share.replica_factor).backward()
-        at_backward = mark()
-        begin("optimizer")
-        self._add_backward(at_forward, at_backward)
+        if timer and timer.n_buckets:
+            # Between the last bucket that is ready and its sum is exposed communication.
+            phases.end(timer.last_ready)
+            phases.begin("backward", self._sums.last_done, name="finish")
+        phases.begin("optimizer")
         self._update()
-        add("optimizer", at_backward, mark())
         if average is not None:
+            phases.end()
             average.wait()
-            at_average = mark()
+            phases.begin("optimizer", name="average")
             average.update()
-            add("optimizer", at_average, mark(), name="average")
+        phases.end()
         return loss.detach()
 
     def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
@@ -213,16 +213,6 @@ class TorchEngine:
             outputs = self._forward_model(*batch.inputs)
             loss: Tensor = self._sum_loss(outputs, batch.targets) * share.weight
             return loss
-
-    def _add_backward(self, start: Any, end: Any) -> None:
-        """Add backward before the last bucket is ready and after it is reduced; the time between
-        is exposed communication."""
-        add, timer = self._recorder.add_marks, self._timer
-        if timer is None or timer.n_buckets == 0:
-            add("backward", start, end)
-            return
-        add("backward", start, timer.last_ready)
-        add("backward", self._sums.last_done, end, name="finish")
 
     def _update(self) -> None:
         scaler = self._precision.scaler

@@ -18,6 +18,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES, Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_copies
 from harness.runtime.executor.cache.activations import Prefix
 from harness.runtime.executor.change.transfer import HeldState
@@ -39,7 +40,6 @@ from harness.runtime.executor.program.segments import make_program
 from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.priming import (
     is_needed,
     kept_alike,

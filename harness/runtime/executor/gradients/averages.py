@@ -16,8 +16,8 @@ from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import sent_bytes
 from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import part_holders
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from harness.domain.freezing import FreezableLayer, FreezingState
 from harness.errors import ConfigError
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.ranks.world import World

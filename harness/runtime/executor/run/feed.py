@@ -10,10 +10,10 @@ from harness.domain.partition import Interval, cut_dim
 from harness.domain.strategy import Strategy
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch, Readers
-from harness.runtime.engines.engine import Share
+from harness.runtime.engines.engine import Share, fetch_batch
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.layout import Layout
 from harness.runtime.executor.run.flight import Flight
-from harness.runtime.executor.run.phases import Phases
 
 
 class Feed:
@@ -49,10 +49,7 @@ class Feed:
         """This rank's samples, on its device; None if it reads none."""
         if not self.samples:
             return None
-        phases.begin("data")
-        batch = fetch()
-        phases.begin("host_to_device", n_bytes=batch.n_bytes)
-        batch = batch.to(device)
+        batch = fetch_batch(fetch, phases, device)
         phases.end()  # so that posting receives counts as neither
         return batch
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision, has_gradients
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.program.program import (
@@ -29,7 +30,6 @@ from harness.runtime.executor.run.flight import (
     random_state,
     repeated,
 )
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.transport.channels import Channels

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.domain.schedule import Action
 from harness.domain.shard_state import Group
 from harness.domain.weight_units import Unit, plan_visits
-from harness.runtime.executor.run.phases import Phases
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.sharded.units import UnitPlan, WeightUnit
 from harness.runtime.ranks.world import World

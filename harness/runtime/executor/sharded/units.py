@@ -21,9 +21,9 @@ from harness.domain.shard_state import Group, equal_nodes, shards_parameters
 from harness.domain.strategy import Strategy
 from harness.domain.weight_units import ROUNDED_KINDS, SharedWeight, Unit, plan_units
 from harness.runtime.capture.capture import Captured
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import SharedSlice, flat
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.weights import Holders

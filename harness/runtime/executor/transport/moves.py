@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
+from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.program.program import PartKey, Program, Route, WantKey
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.shards.ring import Pass
 from harness.runtime.executor.transport.channels import Channels, Transfer

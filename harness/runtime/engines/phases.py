@@ -18,16 +18,20 @@ class Phases:
         self._start: Any = None
         self._fields: SpanFields = {}
 
-    def begin(self, kind: SpanKind, **fields: Unpack[SpanFields]) -> None:
-        """End the current phase and begin another."""
-        now = self._recorder.clock.mark()
+    def begin(self, kind: SpanKind, at: Any = None, **fields: Unpack[SpanFields]) -> None:
+        """End the current phase and begin another, at a mark or now."""
+        now = self._recorder.clock.mark() if at is None else at
         self._recorder.reached.begin(kind)
         self._close(now)
         self._kind, self._start, self._fields = kind, now, fields
 
-    def end(self) -> None:
+    def note(self, **fields: Unpack[SpanFields]) -> None:
+        """Add what has become known of the current phase."""
+        self._fields |= fields
+
+    def end(self, at: Any = None) -> None:
         """End the current phase; nothing is recorded until the next one."""
-        self._close(self._recorder.clock.mark())
+        self._close(self._recorder.clock.mark() if at is None else at)
         self._kind = None
 
     def wait(self, waiting: Callable[[], Any], **fields: Unpack[SpanFields]) -> Any:
