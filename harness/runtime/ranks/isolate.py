@@ -61,31 +61,6 @@ class Ending:
     is_aborted: bool = False
 
 
-class Limit:
-    """Decides when a rank stops waiting for its part of a run."""
-
-    def __init__(
-        self, timeout_s: float, peer_failure: Callable[[], str | None], grace_s: float
-    ) -> None:
-        """Start the timeout; the arguments are those of `run_isolated`."""
-        self._timeout_s, self._grace_s = timeout_s, grace_s
-        self._peer_failure = peer_failure
-        self._deadline_s = time.monotonic() + timeout_s
-        self._give_up_s = float("inf")
-        self._failure = ""
-
-    def reached(self) -> Ending | None:
-        """The ending of the part, or None while it may continue."""
-        now_s = time.monotonic()
-        if now_s > self._deadline_s:
-            return Ending(status="timeout", reason=f"not done after {self._timeout_s:.0f} s")
-        if now_s > self._give_up_s:
-            return Ending(status="skipped", reason=f"stopped, because rank {self._failure}")
-        if not self._failure and (found := self._peer_failure()):
-            self._failure, self._give_up_s = found, now_s + self._grace_s
-        return None
-
-
 @contextlib.contextmanager
 def _short_directory() -> Iterator[None]:
     """Let multiprocessing choose its directory for sockets: below /tmp if TMPDIR is too long."""
@@ -188,7 +163,7 @@ def run_isolated(
     *,
     timeout_s: float,
     peer_failure: Callable[[], str | None],
-    reached: ReachedReader | None = None,
+    reached: ReachedReader,
     grace_s: float = GRACE_S,
 ) -> Ending:
     """Call `function(*arguments)` in a child process and wait for it.
@@ -209,7 +184,7 @@ def run_isolated(
     process.start()
     writer.close()
     try:
-        return _watch(process, reader, Limit(timeout_s, peer_failure, grace_s), kills, reached)
+        return _watch(process, reader, kills, timeout_s, peer_failure, reached, grace_s)
     finally:
         if process.is_alive():
             _stop(process)
@@ -217,12 +192,19 @@ def run_isolated(
 
 
 def _watch(
-    process: Any, reader: Connection, limit: Limit, kills: int, reached: ReachedReader | None
+    process: Any,
+    reader: Connection,
+    kills: int,
+    timeout_s: float,
+    peer_failure: Callable[[], str | None],
+    reached: ReachedReader,
+    grace_s: float,
 ) -> Ending:
+    deadline_s, give_up_s, failure = time.monotonic() + timeout_s, float("inf"), ""
     while True:
         wait([reader], timeout=_POLL_S)
         if reader.poll():
-            standstill = reached.standstill(is_stopped=False) if reached else None
+            standstill = reached.standstill(is_stopped=False)
             try:
                 value = reader.recv()
             except EOFError:
@@ -230,11 +212,16 @@ def _watch(
                 return replace(_failed_ending(process.exitcode, kills), standstill=standstill)
             process.join(_EXIT_S)
             return Ending(status="ok", value=value, standstill=standstill)
-        if reached is not None:
-            reached.poll()
-        if (ending := limit.reached()) is not None:
-            stuck = reached.standstill(is_stopped=_is_stopped(process.pid)) if reached else None
-            return replace(ending, standstill=stuck)
+        reached.poll()
+        now_s = time.monotonic()
+        if now_s > min(deadline_s, give_up_s):
+            status, reason = "skipped", f"stopped, because rank {failure}"
+            if now_s > deadline_s:
+                status, reason = "timeout", f"not done after {timeout_s:.0f} s"
+            standstill = reached.standstill(is_stopped=_is_stopped(process.pid))
+            return Ending(status=status, reason=reason, standstill=standstill)
+        if not failure and (found := peer_failure()):
+            failure, give_up_s = found, now_s + grace_s
 
 
 def _is_stopped(pid: int) -> bool:

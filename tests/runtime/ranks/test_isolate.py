@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,17 @@ from harness.measure.reached import Reached, ReachedReader
 from harness.runtime.ranks.isolate import run_isolated
 
 
-def nobody():
-    return None
+def isolated(function, *arguments, timeout_s=60.0, peer_failure=lambda: None, grace_s=0.1):
+    with closing(ReachedReader()) as reached:
+        arguments = [reached.path if a is ReachedReader else a for a in arguments]
+        return run_isolated(
+            function, tuple(arguments), timeout_s=timeout_s, peer_failure=peer_failure,
+            reached=reached, grace_s=grace_s,
+        )  # fmt: skip
 
 
 def test_a_value_comes_back():
-    ending = run_isolated(operator.add, (2, 3), timeout_s=60, peer_failure=nobody)
+    ending = isolated(operator.add, 2, 3)
     assert (ending.status, ending.value) == ("ok", 5)
 
 
@@ -37,8 +43,7 @@ def test_a_child_starts_processes_as_a_data_loader_does():
     """The server must be a fork of this process's first thread, so another interpreter tests it."""
     code = (
         "import test_isolate as here; from harness.runtime.ranks.isolate import *; "
-        "start_fork_server([]); print(run_isolated("
-        "here.start_a_process, (), timeout_s=30, peer_failure=here.nobody).value)"
+        "start_fork_server([]); print(here.isolated(here.start_a_process).value)"
     )
     paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
     done = completed(sys.executable, "-c", code, PYTHONPATH=paths)
@@ -56,20 +61,18 @@ def test_a_child_starts_processes_as_a_data_loader_does():
     ],
 )  # fmt: skip
 def test_a_child_that_ends_without_a_result_is_a_crash_with_its_cause(end, code, reason):
-    ending = run_isolated(end, (code,), timeout_s=60, peer_failure=nobody)
+    ending = isolated(end, code)
     assert (ending.status, ending.is_aborted) == ("crash", code == signal.SIGABRT)
     assert re.match(reason, ending.reason)
 
 
 def test_a_hanging_child_is_stopped_at_its_timeout():
-    ending = run_isolated(time.sleep, (600,), timeout_s=1.0, peer_failure=nobody)
+    ending = isolated(time.sleep, 600, timeout_s=1.0)
     assert ending.status == "timeout"
 
 
 def test_a_failed_peer_stops_a_waiting_child():
-    ending = run_isolated(
-        time.sleep, (600,), timeout_s=600, peer_failure=lambda: "1 (b) killed", grace_s=0.1
-    )
+    ending = isolated(time.sleep, 600, timeout_s=600, peer_failure=lambda: "1 (b) killed")
     assert ending.status == "skipped"
     assert "rank 1 (b) killed" in ending.reason
 
@@ -87,12 +90,8 @@ def failed_when_a_child_is_stopped():
 
 
 def test_a_stopped_child_is_known_with_the_place_that_it_reached():
-    reader = ReachedReader()
-    ending = run_isolated(
-        reach_and_stop, (reader.path,), timeout_s=60.0, reached=reader, grace_s=0.0,
-        peer_failure=failed_when_a_child_is_stopped,
-    )  # fmt: skip
-    reader.close()
+    failed = failed_when_a_child_is_stopped
+    ending = isolated(reach_and_stop, ReachedReader, peer_failure=failed)
     assert ending.status == "skipped"
     assert ending.standstill is not None
     assert (ending.standstill.step, ending.standstill.phase) == (5, "forward")
