@@ -178,7 +178,7 @@ class Trainer:
         )
         plan = ExecutorPlan(
             strategy=self.strategy, batch_norm=batch_norm, dropout=dropout,
-            is_compiled=compile, seed=seed, timeout_s=timeout_s, is_held=True,
+            is_compiled=compile, seed=seed, timeout_s=timeout_s,
         )  # fmt: skip
         captured = capture(task, self.strategy.batch, "model")
         plan.check(captured.graph, world.size)

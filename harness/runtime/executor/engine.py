@@ -70,8 +70,9 @@ class ExecutorEngine:
     Args:
         task: the whole model, with equal weights on every rank, on the device or the host; the
             engine keeps this rank's slices, on the device, and frees the rest.
-        captured: the model's graph; captured here if None. Both may come from a Blueprint, for an
-            engine that gets its state by a change.
+        captured: the model's graph, which was compared with the model (`runtime.faithfulness`);
+            captured here if None. Both may come from a Blueprint, for an engine that gets its state
+            by a change.
         prefix: of an engine that uses cached activations.
 
     Attributes:
@@ -100,7 +101,7 @@ class ExecutorEngine:
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
-        hooks = prepare_model(task, captured, plan, world, options)
+        hooks = prepare_model(task, captured, plan, world)
         self.weights = Weights(captured.module, world.device)
         self._groups = Groups(world, plan.timeout_s)
 

@@ -22,7 +22,6 @@ from harness.runtime.executor.sharded.units import (
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.messages import Message, find_messages, shared_sums
-from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
@@ -48,17 +47,15 @@ class LoweredStrategy(NamedTuple):
 
 
 def prepare_model(
-    task: Task, captured: Captured, plan: ExecutorPlan, world: World, options: EngineOptions
+    task: Task, captured: Captured, plan: ExecutorPlan, world: World
 ) -> ParameterHooks:
-    """Check the plan against a model, which is compared with its graph, and freeze what is not
-    trained; all ranks must call it. Returns the hooks of its parameters.
+    """Check the plan against a model, and freeze what is not trained; returns the hooks of the
+    model's parameters.
 
     Raises:
-        StrategyError, ModelError: they do not fit each other.
+        StrategyError: they do not fit each other.
     """
     plan.check(captured.graph, world.size)
-    if not plan.is_held:
-        hold_alike(task, captured, options.dtype, world)
     captured.freeze_untrained(task.model)
     hooks = ParameterHooks(task.model)
     plan.check_hooks(hooks.first())

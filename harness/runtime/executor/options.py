@@ -33,8 +33,6 @@ class ExecutorPlan:
         is_elastic: the strategy may change between steps.
         is_compiled: segments are compiled by torch.compile.
         timeout_s: how long a rank waits for another before it raises an error.
-        is_held: the captured graph was compared with the model (`runtime.faithfulness`) already;
-            else the engine compares them before training.
     """
 
     strategy: Strategy
@@ -45,7 +43,6 @@ class ExecutorPlan:
     is_compiled: bool = False
     seed: int = 0
     timeout_s: float = 300.0
-    is_held: bool = False
 
     def check(self, graph: Graph, n_ranks: int) -> None:
         """Check the strategy against model, ranks and schedule."""

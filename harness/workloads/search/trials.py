@@ -347,8 +347,7 @@ class _Trial:
             task, context.world, self._recorder, options_of_engine,
             ExecutorPlan(
                 strategy=strategy, batch_norm=search_config.norm_scope, seed=search_config.seed,
-                timeout_s=context.collective_timeout_s, is_held=True,
-                is_compiled=search_config.compile,
+                timeout_s=context.collective_timeout_s, is_compiled=search_config.compile,
             ),
         )  # fmt: skip
         data = DataOptions(

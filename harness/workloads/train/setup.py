@@ -203,7 +203,6 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float = 300.0)
         is_compiled=case.compile,
         seed=case.seed,
         timeout_s=timeout_s,
-        is_held=True,  # planning has compared the graph with the model
     )
 
 

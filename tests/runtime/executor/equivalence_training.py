@@ -78,7 +78,6 @@ def plan_of(case: Case) -> ExecutorPlan:
         dropout="exact" if case.dropout == "exact" else "local",
         is_asynchronous=case.is_asynchronous,
         is_compiled=bool(case.backend),
-        is_held=True,  # a graph that is not the model's would train otherwise
         seed=case.seed,
         timeout_s=TIMEOUT_S,
     )
@@ -152,7 +151,7 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
     engine."""
     task, captured = task_of(case)
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
-    plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S, is_held=True)
+    plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
     found = []
     for step in range(4):

@@ -77,7 +77,7 @@ def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
     graph = capture(task, BATCH, "blocks").graph
     strategy = strategy_of(name, graph)
     options = EngineOptions(dtype="fp32", optimizer=OptimizerOptions(name="adamw"), batch=BATCH)
-    plan = ExecutorPlan(strategy=strategy, is_elastic=True, is_held=True, timeout_s=TIMEOUT_S)
+    plan = ExecutorPlan(strategy=strategy, is_elastic=True, timeout_s=TIMEOUT_S)
     elastic = ElasticExecutor(task, world, Recorder(HostClock()), options, plan)
     found = []
     for n in frozen:

@@ -76,7 +76,7 @@ def test_slices_of_a_model_on_the_host_train_on_the_device(kind):
     n_parts = 1 if kind == "single" else 2
     strategy = on_device_0(Planner(captured.graph, n_parts).make(kind))
     options = EngineOptions(dtype="fp32", optimizer=OptimizerOptions(name="adamw"), batch=BATCH)
-    plan = ExecutorPlan(strategy=strategy, batch_norm="global", is_held=True)
+    plan = ExecutorPlan(strategy=strategy, batch_norm="global")
     engine = ExecutorEngine(task, WORLD, Recorder(HostClock()), options, plan, captured)
     held = engine.weights.held.values()
     assert {tensor.device for tensor in held} == {META}

@@ -207,7 +207,7 @@ class ElasticExecutor:
         if tap is not None:
             captured = replace(captured, apart=prefix_of(captured.graph, frozen))
         prefix = Prefix(n_frozen=n_frozen, n_skipped=n_skipped, rest=rest, parked=parked, tap=tap)
-        plan = replace(self._plan, strategy=strategy, is_held=True)
+        plan = replace(self._plan, strategy=strategy)
         world, recorder = self._world, self._recorder
         return ExecutorEngine(task, world, recorder, self._options, plan, captured, prefix)
 

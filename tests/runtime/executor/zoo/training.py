@@ -31,12 +31,14 @@ from harness.plan.costs import PlanRequest
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import plan
 from harness.plan.simulate.simulator import Simulator
+from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.random_sources import seed_all
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 from zoo import ZOO
@@ -208,10 +210,12 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 
 def _train(case: ZooCase, world: World) -> Trace:
     task, captured = CAPTURED.pop(case.key, None) or (case.make_task(), None)
+    captured = captured or capture(task, BATCH, "model")
     seed_all(case.seed)
-    chosen_plan = ExecutorPlan(
-        strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S, is_held=case.is_held
-    )
+    chosen_plan = ExecutorPlan(strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S)
+    if not case.is_held:
+        chosen_plan.check(captured.graph, world.size)
+        hold_alike(task, captured, "fp32", world)
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan, captured)
     kept = keep_gradients(engine)
