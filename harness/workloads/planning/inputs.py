@@ -17,8 +17,8 @@ from harness.errors import ConfigError, GraphError, HarnessError, PlanError
 from harness.measure.store import read_header
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.report import contention_seconds, sent_bytes, spans
-from harness.plan.simulate.simulator import Simulator
-from harness.plan.simulate.unflushed import simulate_unflushed
+from harness.plan.simulate.simulator import Simulation, Simulator
+from harness.plan.simulate.unflushed import Unflushed, simulate_unflushed
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import build_task
@@ -225,7 +225,12 @@ def _check_order(header: RunHeader) -> None:
 
 
 def predict(
-    simulator: Simulator, strategy: Strategy, *, method: str, search_s: float | None = None
+    simulator: Simulator,
+    strategy: Strategy,
+    *,
+    method: str,
+    search_s: float | None = None,
+    is_asynchronous: bool = False,
 ) -> Prediction:
     """Simulate one step of a strategy.
 
@@ -235,42 +240,26 @@ def predict(
     Raises:
         StrategyError: the strategy does not fit the graph or the cluster.
     """
-    simulation = simulator.simulate(strategy)
-    return Prediction(
-        strategy=strategy.name,
-        method=method,
-        step_s=simulation.step_s,
-        memory_bytes=simulation.memory_bytes,
-        spans={str(rank): by_rank for rank, by_rank in spans(simulation).items()},
-        contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
-        sent_bytes={str(rank): round(n) for rank, n in enumerate(sent_bytes(simulation))},
-        profile_fit_error=largest_fit_error(simulator, strategy),
-        search_s=search_s,
-        calibrations=_calibrations(simulator),
-    )
-
-
-def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
-    """Simulate one step of asynchronous training; see `predict`.
-
-    Raises:
-        StrategyError: the strategy does not fit the graph or the cluster.
-    """
-    found = simulate_unflushed(simulator, strategy)
+    sent: list[float] = []
+    found: Unflushed | Simulation
+    if is_asynchronous:
+        found = simulate_unflushed(simulator, strategy)
+        by_rank, waited_s = found.spans, found.contention_s
+    else:
+        found = simulator.simulate(strategy)
+        by_rank, waited_s, sent = spans(found), contention_seconds(found), sent_bytes(found)
     return Prediction(
         strategy=strategy.name,
         method=method,
         step_s=found.step_s,
         memory_bytes=found.memory_bytes,
-        spans={str(rank): by_rank for rank, by_rank in found.spans.items()},
-        contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
+        spans={str(rank): own for rank, own in by_rank.items()},
+        contention_s={str(rank): s for rank, s in enumerate(waited_s)},
+        sent_bytes={str(rank): round(n) for rank, n in enumerate(sent)},
         profile_fit_error=largest_fit_error(simulator, strategy),
-        calibrations=_calibrations(simulator),
+        search_s=search_s,
+        calibrations=simulator.profile.calibrations(simulator.graph.content_hash()),
     )
-
-
-def _calibrations(simulator: Simulator) -> dict[str, float]:
-    return simulator.profile.calibrations(simulator.graph.content_hash())
 
 
 def largest_fit_error(simulator: Simulator, strategy: Strategy) -> float | None:

@@ -48,7 +48,6 @@ from harness.workloads.planning.inputs import (
     check_profile,
     links_need,
     predict,
-    predict_asynchronous,
     profile_need,
     read_inputs,
     search_need,
@@ -341,9 +340,10 @@ class _Planner:
             strategy, method = self._load(), "file"
         else:
             strategy, method = build_strategy(case, simulator, self.shares), "builder"
-        if case.is_asynchronous:
-            return strategy, predict_asynchronous(simulator, strategy, method=method)
-        return strategy, predict(simulator, strategy, method=method, search_s=search_s)
+        return strategy, predict(
+            simulator, strategy, method=method, search_s=search_s,
+            is_asynchronous=case.is_asynchronous,
+        )  # fmt: skip
 
     def _load_earlier(self) -> tuple[Strategy, Prediction] | None:
         """Load the plan of a search or of an earlier repeat with the same inputs."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.domain.partition import SAMPLE, Block
+from harness.domain.partition import SAMPLE
 from harness.domain.sharding import CONTRACTION
 from harness.runtime.devices.compiling import uncompiled
 from harness.runtime.executor.geometry.layout import Layout, Part, Want
@@ -22,6 +22,7 @@ from harness.runtime.executor.program.program import (
     DataKey,
     InputKey,
     PartKey,
+    Route,
     TargetKey,
     WantKey,
     WeightKey,
@@ -40,7 +41,7 @@ from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
 from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
-from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
+from harness.runtime.executor.shards.regions import Crop, Relative, assembled
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
 from harness.runtime.executor.state.weights import Weights, move
 from harness.runtime.models.task import Task
@@ -108,13 +109,6 @@ class DeviceTasks:
     def root(self) -> fx.GraphModule:
         """The captured model."""
         return self.layout.captured.module
-
-    def block_of(self, key: PartKey) -> Block:
-        """The region of a value that a part holds."""
-        if key.value == "loss":
-            return ()
-        part = self.layout.parts[key.operator][key.part]
-        return self.layout.region(self.layout.node(key.value), part)
 
 
 class SegmentBuilder:
@@ -339,29 +333,27 @@ class SegmentBuilder:
         if not want.pieces:
             return self._input(DataKey(want.value, whole))
         part = want.pieces[0].part
-        key = PartKey.of(want.value, part)
-        if len(want.pieces) > 1 or want.is_exchanged or self._device.block_of(key) != whole:
+        if len(want.pieces) > 1 or want.is_exchanged or self._layout.region(node, part) != whole:
             return self._region(want)
-        return self.values.get(key) or self._input(key)
+        return self._value(PartKey.of(want.value, part))
 
     def _make_region(self, want: Want) -> fx.Node:
         if want.is_exchanged:
             return self._input(WantKey(want.number))
         if not want.pieces:
             return self._input(DataKey(want.value, want.block))
-        places: list[RegionMap] = []
-        nodes: list[fx.Node] = []
-        for piece in want.pieces:
-            key = PartKey.of(want.value, piece.part)
-            nodes.append(self.values.get(key) or self._input(key))
-            held = self._device.block_of(key)
-            places.append(
-                RegionMap(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
-            )
-        if len(nodes) == 1 and places[0].source.is_all:
+        routes = [Route.of(self._layout, want, piece) for piece in want.pieces]
+        nodes = tuple(self._value(route.source) for route in routes)
+        if len(nodes) == 1 and routes[0].held.is_all:
             return nodes[0]
-        module = assembled(places, want.block, is_sum=want.is_sum)
-        return self._call(f"want_{want.number}", module, tuple(nodes))
+        module = assembled(
+            [route.held for route in routes], [route.in_want for route in routes], want.block,
+            is_sum=want.is_sum,
+        )  # fmt: skip
+        return self._call(f"want_{want.number}", module, nodes)
+
+    def _value(self, key: PartKey) -> fx.Node:
+        return self.values.get(key) or self._input(key)
 
     def _input(self, key: InputKey) -> fx.Node:
         if key not in self.inputs:

@@ -6,7 +6,7 @@ steps, and a flush finishes the microbatches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 
 from harness.domain.schedule import (
@@ -71,30 +71,23 @@ class Timetable:
         """The actions that empty the pipeline."""
         if self._rank is None:
             return ()
-        return tuple(
-            flush_actions(n_ranks=self._n_ranks, rank=self._rank, n_before=self.n_streamed)
-        )
+        n_ranks, n_before = self._n_ranks, self.n_streamed
+        return tuple(flush_actions(n_ranks=n_ranks, rank=self._rank, n_before=n_before))
 
     @cached_property
     def _flushed(self) -> tuple[Action, ...]:
         if self._rank is None:
             return ()
         actions = self._actions_of(self._rank)
-        return tuple(
-            action for action in actions if action.kind != "weight" or action.stage in self._split
-        )
+        return tuple(a for a in actions if a.kind != "weight" or a.stage in self._split)
 
-    def _actions_of(self, rank: int) -> list[Action]:
+    def _actions_of(self, rank: int) -> Iterator[Action]:
         strategy = self._strategy
-        return list(
-            rank_actions(
-                strategy.schedule,
-                n_stages=len(strategy.stages),
-                n_microbatches=strategy.n_microbatches,
-                n_ranks=self._n_ranks,
-                rank=rank,
-            )
-        )
+        n_stages, n_microbatches = len(strategy.stages), strategy.n_microbatches
+        return rank_actions(
+            strategy.schedule, n_stages=n_stages, n_microbatches=n_microbatches,
+            n_ranks=self._n_ranks, rank=rank,
+        )  # fmt: skip
 
     def _flushed_order(self) -> Order:
         positions = {

@@ -169,13 +169,10 @@ class ScatterBucket(Bucket):
                 continue
             target = self.flat[at : at + one.size(holder)]
             if gradient is not None:
-                values = _in_order(part.within(one.piece).take(gradient), parameter)
-            if gradient is None and parameter not in self._taken:
+                write = target.add_ if parameter in self._taken else target.copy_
+                write(_in_order(part.within(one.piece).take(gradient), parameter))
+            elif parameter not in self._taken:
                 target.zero_()
-            elif gradient is not None and parameter in self._taken:
-                target.add_(values)
-            elif gradient is not None:
-                target.copy_(values)
         parameter.grad = None
         self._taken.add(parameter)
 

@@ -7,6 +7,7 @@ region   |pad|......|crop|
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +77,6 @@ class Relative:
         return tensor
 
 
-@dataclass(frozen=True)
-class RegionMap:
-    """Position of a region in the part that holds it, and in the want that it belongs to."""
-
-    source: Relative
-    target: Relative
-
-
 class Crop(nn.Module):
     """Crops a region of a tensor; `is_zero` sets it to 0, because another part adds the value."""
 
@@ -97,54 +90,50 @@ class Crop(nn.Module):
 
 
 class _Cat(nn.Module):
-    """Concatenates pieces along one dim."""
+    """Concatenates regions of parts along one dim."""
 
-    def __init__(self, places: list[RegionMap], dim: int) -> None:
+    def __init__(self, held: Sequence[Relative], dim: int) -> None:
         super().__init__()
-        self._places, self._dim = places, dim
+        self._held, self._dim = held, dim
 
     def forward(self, *parts: Tensor) -> Tensor:
-        pieces = [
-            place.source.of_tensor(part) for place, part in zip(self._places, parts, strict=True)
-        ]
+        pieces = [region.of_tensor(part) for region, part in zip(self._held, parts, strict=True)]
         return torch.cat(pieces, dim=self._dim)
 
 
 class _Fill(nn.Module):
-    """Places pieces anywhere, and adds them where they overlap."""
+    """Places regions of parts anywhere, and adds them where they overlap."""
 
-    def __init__(self, places: list[RegionMap], sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, held: Sequence[Relative], places: Sequence[Relative], sizes: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self._places, self._sizes = places, sizes
+        self._held, self._places, self._sizes = held, places, sizes
 
     def forward(self, *parts: Tensor) -> Tensor:
         rest = parts[0].shape[len(self._sizes) :]
         whole = parts[0].new_zeros((*self._sizes, *rest))
-        for place, part in zip(self._places, parts, strict=True):
-            pads: list[int] = []
-            piece = place.source.of_tensor(part)
-            for start, size, full in reversed(
-                list(zip(place.target.starts, place.target.sizes, self._sizes, strict=True))
-            ):
+        for region, place, part in zip(self._held, self._places, parts, strict=True):
+            pads = [0] * (2 * len(rest))
+            sides = list(zip(place.starts, place.sizes, self._sizes, strict=True))
+            for start, size, full in reversed(sides):
                 pads += [start, full - start - size]
-            pads = [0] * (2 * len(rest)) + pads
-            whole = whole + torch.nn.functional.pad(piece, pads)
+            whole = whole + F.pad(region.of_tensor(part), pads)
         return whole
 
 
-def assembled(places: list[RegionMap], block: Block, *, is_sum: bool) -> nn.Module:
-    """The module that assembles a want from local parts."""
+def assembled(
+    held: Sequence[Relative], places: Sequence[Relative], block: Block, *, is_sum: bool
+) -> nn.Module:
+    """The module that assembles a want from local parts, by the region of each in the part that
+    holds it and in the want."""
+    if len(held) == 1:
+        return Crop(held[0], is_zero=False)
     sizes = tuple(stop - start for start, stop in block)
-    if len(places) == 1:
-        return Crop(places[0].source, is_zero=False)
-    differing = [
-        dim
-        for dim, size in enumerate(sizes)
-        if any(place.target.sizes[dim] != size for place in places)
-    ]
+    differing = [k for k, size in enumerate(sizes) if any(p.sizes[k] != size for p in places)]
     if len(differing) == 1 and not is_sum:
         (dim,) = differing
-        order = [place.target.starts[dim] for place in places]
+        order = [place.starts[dim] for place in places]
         if order == sorted(order):
-            return _Cat(places, dim)
-    return _Fill(places, sizes)
+            return _Cat(held, dim)
+    return _Fill(held, places, sizes)

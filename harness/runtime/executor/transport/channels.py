@@ -103,18 +103,16 @@ class Channels:
         self.device = world.device
         self._is_nccl, self._timeout = world.backend == "nccl", timedelta(seconds=groups.timeout_s)
         self._n_messages = 1 + max((message.number for message in messages), default=0)
-        self._pairs = self._make_pairs(messages) if self._is_nccl else {}
+        pairs = sorted(set(map(_pair_of, messages))) if self._is_nccl else []
+        self._pairs: dict[_Pair, Any] = {
+            (sender, reader, is_backward): groups.for_transfers(sender.rank, reader.rank)
+            for sender, reader, is_backward in pairs
+        }
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
         self._sum_groups = {one: groups.for_sums(one) for one in sorted(set(sums))}
         inner = sorted({one for one in collectives if len(one) > 1})
         self._inner_groups = {one: groups.for_exchanges(one) for one in inner}
         self.is_muted = False
-
-    def _make_pairs(self, messages: Iterable[Message]) -> dict[_Pair, Any]:
-        return {
-            (sender, reader, is_backward): self._groups.for_transfers(sender.rank, reader.rank)
-            for sender, reader, is_backward in sorted(set(map(_pair_of, messages)))
-        }
 
     def _route(self, message: Message, microbatch: int) -> dict[str, Any]:
         """The group or the tag of a message."""
