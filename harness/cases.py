@@ -27,7 +27,6 @@ from harness.workloads.common.contract import (
     Need,
     Workload,
     config_json,
-    count_ranks,
 )
 
 _log = logging.getLogger(__name__)
@@ -157,7 +156,9 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
     seen: Counter[str] = Counter()
     planned = []
     for case, swept in zip(cases, swept_flags(cases), strict=True):
-        n_ranks = count_ranks(case.config, len(ranks))
+        # Of a case for fewer ranks the first ones, and the others wait, so that one launch can
+        # sweep over numbers of ranks.
+        n_ranks = min(getattr(case.config, "n_ranks", None) or len(ranks), len(ranks))
         cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
         used = tuple(info.rank for info in ranks[:n_ranks])

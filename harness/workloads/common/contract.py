@@ -71,12 +71,6 @@ class Continuing:
     strategy_flags: frozenset[str]
 
 
-def count_ranks(config: Any, n_started: int) -> int:
-    """Number of ranks that a case uses: those of its `n_ranks`, or all. They are the first ones,
-    and the others wait, so one launch can sweep over rank counts (scaling)."""
-    return min(getattr(config, "n_ranks", None) or n_started, n_started)
-
-
 def config_json(config: Any) -> dict[str, Any]:
     """Convert a configuration to JSON values, as a run's header holds it."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(config), enc_hook=str))

@@ -115,8 +115,8 @@ class SumBucket(Bucket):
     ) -> None:
         super().__init__(name, label, parameters, reduce_dtype)
         first = self.parameters[0]
-        self._sent: Tensor | None = None
         self.flat = torch.zeros(self.n_elements, dtype=first.dtype, device=first.device)
+        self._sent = self.flat
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
@@ -140,13 +140,12 @@ class SumBucket(Bucket):
         self._sent = reduced(self.flat, self.reduce_dtype)
 
     def start(self, group: Any) -> Any:
-        assert self._sent is not None, "it is packed"
         return start_all_reduce(self._sent, self.reduce_dtype, group)
 
     def finish(self) -> None:
-        if self._sent is not self.flat and self._sent is not None:
+        if self._sent is not self.flat:
             self.flat.copy_(self._sent)
-        self._sent = None
+        self._sent = self.flat
 
 
 def sum_buckets(

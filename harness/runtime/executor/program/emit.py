@@ -41,7 +41,7 @@ from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
 from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
-from harness.runtime.executor.shards.regions import Crop, Relative, assembled
+from harness.runtime.executor.shards.regions import Crop, Region, assembled
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
 from harness.runtime.executor.state.weights import Weights, move
 from harness.runtime.models.task import Task
@@ -310,7 +310,7 @@ class SegmentBuilder:
             if dim not in shown
         )
         region = layout.region(node, part)
-        crop = Crop(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
+        crop = Crop(Region.of(region, layout.region(node, computed)), is_zero=not is_first)
         return self._call(f"{part.operator}.crop", crop, (emitted,))
 
     def _region(self, want: Want) -> fx.Node:

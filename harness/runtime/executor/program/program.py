@@ -22,7 +22,7 @@ from harness.domain.partition import Block, Interval
 from harness.domain.weight_units import starts_segment
 from harness.runtime.executor.geometry.layout import Layout, Part, Piece, Want
 from harness.runtime.executor.shards.forms import Forms
-from harness.runtime.executor.shards.regions import Relative
+from harness.runtime.executor.shards.regions import Region
 
 
 class PartKey(NamedTuple):
@@ -80,8 +80,8 @@ class Route:
     piece: Piece
     goes: bool
     returns: bool
-    held: Relative
-    in_want: Relative
+    held: Region
+    in_want: Region
     shape: tuple[int, ...]
 
     @classmethod
@@ -92,8 +92,8 @@ class Route:
             piece,
             goes=piece in want.pieces,
             returns=piece in want.returns,
-            held=Relative.of(piece.region, block),
-            in_want=Relative.of(piece.region, want.block),
+            held=Region.of(piece.region, block),
+            in_want=Region.of(piece.region, want.block),
             shape=layout.sizes_of(want.value, piece.region),
         )
 

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from harness.domain.partition import Interval
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.program.program import DataKey, InputKey, TargetKey, WeightKey
-from harness.runtime.executor.shards.regions import Relative
+from harness.runtime.executor.shards.regions import Region
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ class Flight:
             self.owned.add(key)
 
     def add_gradient(
-        self, key: InputKey, region: Relative, gradient: Tensor, *, is_own: bool = False
+        self, key: InputKey, region: Region, gradient: Tensor, *, is_own: bool = False
     ) -> None:
         """Add to the gradient of a region of a leaf; may keep one that shares no memory."""
         leaf = self.leaves[key]
@@ -161,7 +161,7 @@ class Flight:
             self.owned.add(key)
             return
         self.own_gradient(key)
-        region.of_tensor(self.gradient(key)).add_(gradient)
+        region.take(self.gradient(key)).add_(gradient)
 
 
 @contextlib.contextmanager

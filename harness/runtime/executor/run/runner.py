@@ -165,9 +165,9 @@ class Runner:
         for route in message.routes:
             if message.is_backward:
                 flight.own_gradient(key := WantKey(route.want.number))  # the send reads it later
-                piece = route.in_want.of_tensor(flight.gradient(key))
+                piece = route.in_want.take(flight.gradient(key))
             else:
-                piece = route.held.of_tensor(flight.leaves[route.source].detach())
+                piece = route.held.take(flight.leaves[route.source].detach())
             pieces.append(piece.to(dtype))
         joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
         self._channels.send(joined, message, microbatch)
@@ -236,7 +236,7 @@ class Runner:
                 if not fetch.sum.goes:
                     continue
                 whole = self._allocated(fetch)
-                whole.copy_(held.of_tensor(flight.leaves[key].detach()))
+                whole.copy_(held.take(flight.leaves[key].detach()))
                 self._sums.start(whole, fetch, microbatch, is_backward=False)
 
     def _allocated(self, fetch: Fetch) -> Tensor:
@@ -255,7 +255,7 @@ class Runner:
             if is_added:
                 whole.zero_()
             for each in fetch.routes:
-                target = each.in_want.of_tensor(whole)
+                target = each.in_want.take(whole)
                 write = target.add_ if is_added else target.copy_
                 write(self._piece(flight, each, microbatch))
                 is_added = fetch.want.is_sum
@@ -266,7 +266,7 @@ class Runner:
 
     def _piece(self, flight: Flight, route: Route, microbatch: int) -> Tensor:
         if route.is_local:
-            return route.held.of_tensor(flight.leaves[route.source].detach())
+            return route.held.take(flight.leaves[route.source].detach())
         return self._receives.take(microbatch, route, is_backward=False)
 
     # Backward
@@ -355,7 +355,7 @@ class Runner:
         if fetch.sum.returns:
             self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
         for route in fetch.local:
-            flight.add_gradient(route.source, route.held, route.in_want.of_tensor(gradient))
+            flight.add_gradient(route.source, route.held, route.in_want.take(gradient))
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:

@@ -56,8 +56,7 @@ class PartSum:
         self.n_own = self._sizes[here]
         self._is_nccl = world.backend == "nccl"
         self._is_quantized = False
-        self._sent: Tensor | None = None
-        self._received: Tensor | None = None
+        self._sent = self._received = torch.empty(0)
 
     def pack(self, tensor: Tensor) -> None:
         # Kept until `add_to`: the mark at its end makes NCCL's work forget its tensors.
@@ -75,8 +74,6 @@ class PartSum:
         return quantized_bytes(n) if self._is_quantized else n
 
     def start(self, group: Any) -> Any:
-        assert self._sent is not None, "it is packed"
-        assert self._received is not None, "it is packed"
         if len(self._sizes) == 1:
             return None
         if self._is_nccl and self._is_quantized:
@@ -92,8 +89,6 @@ class PartSum:
 
     def _messages(self, group: Any) -> list[dist.P2POp]:
         """Sends and receives of all ranks' parts but this one's, which is copied."""
-        assert self._sent is not None, "it is packed"
-        assert self._received is not None, "it is packed"
         sent = self._sent.split([self._length(size) for size in self._sizes])
         n = self._length(self.n_own)
         received = [self._received[k * n : (k + 1) * n] for k in range(len(sent))]
@@ -102,10 +97,9 @@ class PartSum:
 
     def add_to(self, target: Tensor) -> None:
         """Add this rank's part of the sum."""
-        assert self._received is not None, "its exchange has begun"
         for part in self._received.view(-1, self._length(len(target))) if len(target) else ():
             target += dequantized(part, len(target)) if self._is_quantized else part
-        self._sent = self._received = None
+        self._sent = self._received = torch.empty(0)
 
 
 class ScatterBucket(Bucket):
@@ -154,7 +148,7 @@ class ScatterBucket(Bucket):
         self._inner = PartSum(each, columns.index(own), world, reduce_dtype)
         parts = [sizes[holder] for holder in own]
         self._outer = PartSum(parts, own.index(here), world, reduce_dtype)
-        self._sent: Tensor | None = None
+        self._sent = self.sums
 
     def reset(self) -> None:
         self.sums.zero_()
@@ -208,9 +202,9 @@ class ScatterBucket(Bucket):
     def finish_outer(self) -> None:
         if self.scatters_outer:
             self._outer.add_to(self.sums)
-        elif self._sent is not self.sums and self._sent is not None:
+        elif self._sent is not self.sums:
             self.sums.copy_(self._sent)
-        self._sent = None
+        self._sent = self.sums
 
     def assign(self) -> None:
         here = self.slices[0].here

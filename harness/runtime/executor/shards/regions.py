@@ -31,6 +31,22 @@ class Region:
     crops: tuple[tuple[int, int, int], ...] = ()
     fill: float = 0.0
 
+    @classmethod
+    def of(cls, region: Block, held: Block) -> Region:
+        """The crops to a region within a block that contains it; further dims stay whole."""
+        sides = enumerate(zip(region, held, strict=True))
+        cut = (
+            (dim, start - first, stop - start)
+            for dim, ((start, stop), (first, last)) in sides
+            if (start, stop) != (first, last)
+        )
+        return cls(crops=tuple(cut))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all of the block."""
+        return not (self.pads or self.crops)
+
     def take(self, x: Tensor) -> Tensor:
         """The region of a received block; a view if nothing is padded."""
         if self.pads:
@@ -55,49 +71,27 @@ def window(
     return start, (output[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
 
-@dataclass(frozen=True)
-class Relative:
-    """The position of a region within a tensor that holds a larger block."""
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    is_all: bool
-
-    @classmethod
-    def of(cls, region: Block, held: Block) -> Relative:
-        starts = tuple(a - b for (a, _), (b, _) in zip(region, held, strict=True))
-        sizes = tuple(stop - start for start, stop in region)
-        return cls(starts, sizes, region == held)
-
-    def of_tensor(self, tensor: Tensor) -> Tensor:
-        """A view of the region; dims beyond the block's stay whole."""
-        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            if size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, start, size)
-        return tensor
-
-
 class Crop(nn.Module):
     """Crops a region of a tensor; `is_zero` sets it to 0, because another part adds the value."""
 
-    def __init__(self, region: Relative, *, is_zero: bool) -> None:
+    def __init__(self, region: Region, *, is_zero: bool) -> None:
         super().__init__()
         self._region, self._is_zero = region, is_zero
 
     def forward(self, x: Tensor) -> Tensor:
-        cropped = self._region.of_tensor(x)
+        cropped = self._region.take(x)
         return cropped * 0 if self._is_zero else cropped
 
 
 class _Cat(nn.Module):
     """Concatenates regions of parts along one dim."""
 
-    def __init__(self, held: Sequence[Relative], dim: int) -> None:
+    def __init__(self, held: Sequence[Region], dim: int) -> None:
         super().__init__()
         self._held, self._dim = held, dim
 
     def forward(self, *parts: Tensor) -> Tensor:
-        pieces = [region.of_tensor(part) for region, part in zip(self._held, parts, strict=True)]
+        pieces = [region.take(part) for region, part in zip(self._held, parts, strict=True)]
         return torch.cat(pieces, dim=self._dim)
 
 
@@ -105,35 +99,34 @@ class _Fill(nn.Module):
     """Places regions of parts anywhere, and adds them where they overlap."""
 
     def __init__(
-        self, held: Sequence[Relative], places: Sequence[Relative], sizes: tuple[int, ...]
+        self, held: Sequence[Region], places: Sequence[Region], sizes: Sequence[int]
     ) -> None:
         super().__init__()
-        self._held, self._places, self._sizes = held, places, sizes
+        self._held, self._sizes = held, sizes
+        self._pads = [[0, 0] * len(sizes) for _ in places]  # the last dim first
+        for place, pads in zip(places, self._pads, strict=True):
+            for dim, start, length in place.crops:
+                at = 2 * (len(sizes) - 1 - dim)
+                pads[at : at + 2] = start, sizes[dim] - start - length
 
     def forward(self, *parts: Tensor) -> Tensor:
         rest = parts[0].shape[len(self._sizes) :]
         whole = parts[0].new_zeros((*self._sizes, *rest))
-        for region, place, part in zip(self._held, self._places, parts, strict=True):
-            pads = [0] * (2 * len(rest))
-            sides = list(zip(place.starts, place.sizes, self._sizes, strict=True))
-            for start, size, full in reversed(sides):
-                pads += [start, full - start - size]
-            whole = whole + F.pad(region.of_tensor(part), pads)
+        for region, pads, part in zip(self._held, self._pads, parts, strict=True):
+            whole = whole + F.pad(region.take(part), [0, 0] * len(rest) + pads)
         return whole
 
 
 def assembled(
-    held: Sequence[Relative], places: Sequence[Relative], block: Block, *, is_sum: bool
+    held: Sequence[Region], places: Sequence[Region], block: Block, *, is_sum: bool
 ) -> nn.Module:
     """The module that assembles a want from local parts, by the region of each in the part that
     holds it and in the want."""
     if len(held) == 1:
         return Crop(held[0], is_zero=False)
-    sizes = tuple(stop - start for start, stop in block)
-    differing = [k for k, size in enumerate(sizes) if any(p.sizes[k] != size for p in places)]
-    if len(differing) == 1 and not is_sum:
-        (dim,) = differing
-        order = [place.starts[dim] for place in places]
+    cut = {dim for place in places for dim, _, _ in place.crops}
+    if len(cut) == 1 and not is_sum:
+        order = [start for place in places for _, start, _ in place.crops]
         if order == sorted(order):
-            return _Cat(held, dim)
-    return _Fill(held, places, sizes)
+            return _Cat(held, *cut)
+    return _Fill(held, places, [stop - start for start, stop in block])

@@ -35,7 +35,7 @@ from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.program.program import PartKey, Program, Route, WantKey
-from harness.runtime.executor.shards.regions import Relative
+from harness.runtime.executor.shards.regions import Region
 from harness.runtime.executor.shards.ring import Pass
 from harness.runtime.executor.transport.channels import Channels, Transfer
 from harness.runtime.executor.transport.messages import (
@@ -115,7 +115,7 @@ class Moves:
                 self.collected[stage, position] = sorted(
                     sent, key=lambda route: self._message_of[route.number, True].order
                 )
-        self.sums: dict[PartKey, list[tuple[Fetch, Relative]]] = defaultdict(list)
+        self.sums: dict[PartKey, list[tuple[Fetch, Region]]] = defaultdict(list)
         for fetch in (fetch for each in self.fetches.values() for fetch in each):
             if fetch.sum.devices:
                 both = dict.fromkeys((*fetch.want.pieces, *fetch.want.returns))

@@ -18,7 +18,7 @@ from harness.runtime.executor.program.program import PartKey
 from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.sharded.owners import SharedSlice
 from harness.runtime.executor.sharded.scatters import ScatterBucket
-from harness.runtime.executor.shards.regions import Relative
+from harness.runtime.executor.shards.regions import Region
 
 
 @pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
@@ -135,7 +135,7 @@ def test_an_addition_to_one_gradient_changes_no_other():
     (flight.leaves[one].view(2, 2) + flight.leaves[other].view(2, 2)).backward(given)
     assert flight.gradient(one).data_ptr() == flight.gradient(other).data_ptr() == given.data_ptr()
 
-    flight.add_gradient(one, Relative.of(((0, 4),), ((0, 4),)), torch.ones(4))
+    flight.add_gradient(one, Region.of(((0, 4),), ((0, 4),)), torch.ones(4))
 
     assert flight.gradient(one).tolist() == [1, 2, 3, 4]
     assert flight.gradient(other).tolist() == given.flatten().tolist() == [0, 1, 2, 3]
