@@ -139,6 +139,7 @@ class Deferred(nn.Module):
     nor calls their hooks.
 
     Args:
+        buffers: of gradients that stay until the step ends; None: each gets new memory.
         n_joined: number of calls whose gradients are computed together.
         calls: list that keeps them until then, shared by the wrappers of one module for several
             microbatch sizes; a new list by default.
@@ -148,7 +149,7 @@ class Deferred(nn.Module):
         self,
         inner: nn.Module,
         sink: Sink,
-        buffers: GradientBuffers,
+        buffers: GradientBuffers | None,
         *,
         n_joined: int = 1,
         calls: list[Call] | None = None,
@@ -254,7 +255,8 @@ class WeightGradients:
         self._n_microbatches = strategy.n_microbatches
         # Calls of each module that are kept in this step, over all microbatch sizes.
         self._calls: dict[str, list[Call]] = {}
-        self.buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
+        self.buffers: GradientBuffers = {}
+        self._are_kept = not strategy.shards_gradients
         has_copies = world.size > 1 or strategy.n_microbatches > 1
         # On a GPU the overhead of an autograd function in Python exceeds the time of a copy, and it
         # would cut a compiled segment.
@@ -293,12 +295,13 @@ class WeightGradients:
         if not can_defer(module):
             return module
         queue, immediate = self.split.get(stage), self._immediate
+        buffers = self.buffers if self._are_kept else None
         if immediate and operator and self.joins(module, operator, path):
             sink = queue or self._joined.get(stage) or immediate
             n, calls = self._n_microbatches, self._calls.setdefault(path, [])
-            return Deferred(module, sink, self.buffers, n_joined=n, calls=calls)
+            return Deferred(module, sink, buffers, n_joined=n, calls=calls)
         own = queue or (immediate if is_large_linear(module) else None)
-        return Deferred(module, own, self.buffers) if own else module
+        return Deferred(module, own, buffers) if own else module
 
     def flush(self, stage: int, microbatch: int) -> None:
         """Compute the gradients of a microbatch that a stage has split off."""

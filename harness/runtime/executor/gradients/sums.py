@@ -167,8 +167,7 @@ def sum_buckets(
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
         label = " to ".join(dict.fromkeys((names[chunk[0]], names[chunk[-1]])))
         bucket = SumBucket(f"bucket{number}", label, chunk, reduce_dtype)
-        for parameter, view in bucket.views.items():
-            buffers.assign(parameter, view)
+        buffers.update(bucket.views)
         queues[devices].append(bucket)
     return queues
 

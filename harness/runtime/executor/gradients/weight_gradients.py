@@ -18,31 +18,10 @@ from harness.runtime.executor.shards.conv import Pair
 
 # Called in backward with a product, its input and the gradient of its output, both detached.
 Put = Callable[["Product", Tensor, Tensor], None]
+# Memory for the gradients of large weights, reused in every step, such as parts of their buckets.
+GradientBuffers = dict[nn.Parameter, Tensor]
 # Stride, padding, dilation, groups.
 Options = tuple[Pair, Pair, Pair, int]
-
-
-class GradientBuffers:
-    """Memory for the gradients of large weights, reused in every step.
-
-    Args:
-        are_kept: false if gradients are freed within the step, so that each needs new memory.
-    """
-
-    def __init__(self, *, are_kept: bool = True) -> None:
-        self._are_kept = are_kept
-        self._gradient_buffers: dict[nn.Parameter, Tensor] = {}
-
-    def assign(self, parameter: nn.Parameter, buffer: Tensor) -> None:
-        """Store a parameter's gradient in this tensor, such as a part of its bucket."""
-        self._gradient_buffers[parameter] = buffer
-
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        if not self._are_kept:
-            return torch.empty_like(parameter, requires_grad=False)
-        if parameter not in self._gradient_buffers:
-            self._gradient_buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return self._gradient_buffers[parameter]
 
 
 class Product(ABC):
@@ -205,6 +184,8 @@ def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, out: GradientBuffer
     if out is None or a.dtype != weight.dtype:
         _accumulate(weight, a.mm(b))
     elif weight.grad is None:
-        weight.grad = torch.mm(a, b, out=out.of(weight))
+        if weight not in out:
+            out[weight] = torch.empty_like(weight, requires_grad=False)
+        weight.grad = torch.mm(a, b, out=out[weight])
     else:
         weight.grad.addmm_(a, b)

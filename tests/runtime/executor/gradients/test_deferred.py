@@ -136,7 +136,7 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
 def test_at_once_a_large_gradient_is_written_where_it_stays():
     module, buffers, reached = nn.Linear(1024, 1024), GradientBuffers(), []
     buffer = torch.zeros(2, 1024, 1024)[1]
-    buffers.assign(module.weight, buffer)
+    buffers[module.weight] = buffer
     own = Deferred(module, ImmediateSink(reached.append), buffers)
     inputs = [torch.randn(3, 1024) for _ in range(2)]
     trained(module, inputs)
