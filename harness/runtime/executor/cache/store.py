@@ -10,7 +10,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,8 @@ from harness.units import format_bytes
 
 _SHARED = Path("/dev/shm")
 _WINDOW_BYTES = 4 << 20
+
+_Table = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 class Rows:
@@ -43,7 +44,7 @@ class Rows:
         self._place = np.full(n_samples, -1, dtype=np.int64)
         self._n_rows = 0
         n_fitting = min(n_samples, memory_bytes // self.row_bytes)
-        self._memory, self._n_in_memory = _shared(n_fitting, self.row_bytes)
+        self._memory = _shared(n_fitting, self.row_bytes)
         self._directory = directory
         self._file = -1
         self._window = bytearray()
@@ -52,7 +53,7 @@ class Rows:
     @property
     def memory_bytes(self) -> int:
         """Shared memory that it takes."""
-        return self._n_in_memory * self.row_bytes
+        return self._memory.nbytes
 
     def holds(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which samples it has a row of."""
@@ -61,25 +62,19 @@ class Rows:
 
     def write(self, samples: Sequence[int], value: Tensor) -> None:
         """Add rows; samples that have one keep it, because frozen layers compute the same again."""
-        wanted = [k for k, sample in enumerate(samples) if self._place[sample] < 0]
+        wanted = {sample: k for k, sample in enumerate(samples) if self._place[sample] < 0}
         if not wanted:
             return
-        kept = value.detach().to("cpu")[wanted]
+        kept = value.detach().to("cpu")[list(wanted.values())]
         rows = kept.contiguous().reshape(len(wanted), -1).view(torch.uint8).numpy()
-        for k, row in zip(wanted, rows, strict=True):
-            self._append(samples[k], row)
-
-    def _append(self, sample: int, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         at = self._n_rows
-        if at < self._n_in_memory:
-            assert self._memory is not None
-            self._memory[at * self.row_bytes : (at + 1) * self.row_bytes] = row.tobytes()
-        else:
-            self._window += row.tobytes()
-            if len(self._window) >= _WINDOW_BYTES:
-                self.flush()
-        self._place[sample] = at
-        self._n_rows += 1
+        n_here = min(len(rows), max(0, len(self._memory) - at))
+        self._memory[at : at + n_here] = rows[:n_here]
+        self._window += rows[n_here:].tobytes()
+        self._place[list(wanted)] = np.arange(at, at + len(rows))
+        self._n_rows += len(rows)
+        if len(self._window) >= _WINDOW_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         """Write the rows of the open window to disk.
@@ -110,16 +105,13 @@ class Rows:
         """The rows of samples, (samples, ...); all must be held."""
         self.flush()
         found = np.empty((len(samples), self.row_bytes), dtype=np.uint8)
-        for k, sample in enumerate(samples):
-            at = int(self._place[sample])
-            assert at >= 0, f"sample {sample} has no row"
-            if at < self._n_in_memory:
-                assert self._memory is not None
-                start = at * self.row_bytes
-                found[k] = np.frombuffer(self._memory, np.uint8, self.row_bytes, start)
-            else:
-                offset = (at - self._n_in_memory) * self.row_bytes
-                os.preadv(self._file, [memoryview(found[k])], offset)
+        places = self._place[list(samples)]
+        assert (places >= 0).all(), "all samples have rows"
+        is_here = places < len(self._memory)
+        found[is_here] = self._memory[places[is_here]]
+        for k in np.flatnonzero(~is_here):
+            offset = int(places[k] - len(self._memory)) * self.row_bytes
+            os.preadv(self._file, [memoryview(found[k])], offset)
         flat = torch.from_numpy(found.reshape(-1)).view(self._dtype)
         value = flat.view(len(samples), *self._shape)
         return self._in_order(value)
@@ -140,13 +132,10 @@ class Rows:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if self._memory is not None:
-            with suppress(BufferError):  # a batch still uses it; freed with the batch
-                self._memory.close()
-            self._memory = None
+        self._memory = self._memory[:0].copy()  # the other is freed after batches that still use it
 
 
-def _shared(n_rows: int, row_bytes: int) -> tuple[mmap.mmap | None, int]:
+def _shared(n_rows: int, row_bytes: int) -> _Table:
     """Shared memory for rows, which child processes inherit; fewer rows where there is less."""
     while n_rows > 0:
         file, name = tempfile.mkstemp(prefix="cache-", dir=_SHARED if _SHARED.is_dir() else None)
@@ -154,9 +143,10 @@ def _shared(n_rows: int, row_bytes: int) -> tuple[mmap.mmap | None, int]:
             os.unlink(name)
             # Else a full /dev/shm kills the process.
             os.posix_fallocate(file, 0, n_rows * row_bytes)
-            return mmap.mmap(file, n_rows * row_bytes), n_rows
+            memory = mmap.mmap(file, n_rows * row_bytes)
+            return np.frombuffer(memory, dtype=np.uint8).reshape(n_rows, row_bytes)
         except OSError:
             n_rows //= 2
         finally:
             os.close(file)
-    return None, 0
+    return np.empty((0, row_bytes), dtype=np.uint8)
