@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.domain.routes import BUCKET_BYTES
-from harness.measure.recorder import Clock, Recorder
+from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import sent_bytes
 from harness.runtime.engines.optimizers import OptimizerOptions, OuterOptions
@@ -159,37 +159,21 @@ def fetch_batch(fetch: Callable[[], Batch], phases: Phases, device: torch.device
 _PRIORITY = {"nccl": -1, "gloo": 0}
 
 
-class CompletionStream:
-    """A GPU stream for marks at the end of one process group's all-reduces; unused on a CPU.
-
-    The stream comes from the pool that the backend does not use, because a group on the same
-    stream would wait for the other group's all-reduce.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if world.device.type == "cuda":
-            self._stream = torch.cuda.Stream(world.device, priority=_PRIORITY[world.backend])
-
-    def mark(self, work: Any, clock: Clock) -> Any:
-        """Mark the end of work that is queued (NCCL) or complete (gloo); never blocks."""
-        if self._stream is None:
-            return clock.mark()
-        with torch.cuda.stream(self._stream):
-            work.synchronize()  # the stream waits, not the host
-            return clock.mark()
-
-
 class CollectiveSpans:
     """Records a span for each collective of one process group.
+
+    On a GPU a stream of its own marks the end of a collective. It comes from the pool that the
+    backend does not use, because a group on the same stream would wait for the other group's.
 
     Attributes:
         last_done: mark of the end of the last one that has ended.
     """
 
     def __init__(self, world: World, recorder: Recorder) -> None:
-        self._recorder, self._completion = recorder, CompletionStream(world)
-        self._is_nccl = world.backend == "nccl"
+        self._recorder, self._is_nccl = recorder, world.backend == "nccl"
+        self._stream: torch.cuda.Stream | None = None
+        if world.device.type == "cuda":
+            self._stream = torch.cuda.Stream(world.device, priority=_PRIORITY[world.backend])
         self.last_done: Any = None
 
     def start(self, begin: Callable[[], Any], name: str, n_bytes: int) -> Any:
@@ -208,7 +192,14 @@ class CollectiveSpans:
         return work.get_future().then(finish)
 
     def _end(self, work: Any, start: Any, name: str, n_bytes: int) -> None:
-        end = self.last_done = self._completion.mark(work, self._recorder.clock)
+        """Mark the end of work that is queued (NCCL) or complete (gloo); never blocks."""
+        if self._stream is None:
+            end = self._recorder.clock.mark()
+        else:
+            with torch.cuda.stream(self._stream):
+                work.synchronize()  # the stream waits, not the host
+                end = self._recorder.clock.mark()
+        self.last_done = end
         self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
 
 

@@ -17,7 +17,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines import replicas
 from harness.runtime.engines.deepspeed_engine import TimedBackend, _import_deepspeed
-from harness.runtime.engines.engine import CompletionStream, Share
+from harness.runtime.engines.engine import CollectiveSpans, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.replicas import fingerprint, verify_replicas
 from harness.runtime.engines.torch_engine import unread_parameters
@@ -179,8 +179,10 @@ def test_the_end_is_marked_behind_the_sum_and_not_behind_what_computes(
     backend, priority, monkeypatch
 ):
     machine, device = Machine(monkeypatch), torch.device("cuda", 1)
-    aside = CompletionStream(SimpleNamespace(device=device, backend=backend))
-    assert aside.mark(machine, machine) == "end"
+    recorder = SimpleNamespace(clock=machine, add_marks=lambda *_, **__: None)
+    spans = CollectiveSpans(SimpleNamespace(device=device, backend=backend), recorder)
+    spans._end(machine, "start", "bucket0", 4)
+    assert spans.last_done == "end"
     assert machine.told == [("wait", (device, priority)), ("mark", (device, priority))]
     assert machine.current == "computing"
 
@@ -188,8 +190,10 @@ def test_the_end_is_marked_behind_the_sum_and_not_behind_what_computes(
 def test_a_cpu_has_one_queue():
     clock = FakeClock()
     clock.advance(3.0)
-    aside = CompletionStream(SimpleNamespace(device=torch.device("cpu"), backend="gloo"))
-    assert aside.mark(None, clock) == 3.0
+    cpu = SimpleNamespace(device=torch.device("cpu"), backend="gloo")
+    spans = CollectiveSpans(cpu, Recorder(clock))
+    spans._end(None, 0.0, "bucket0", 4)
+    assert spans.last_done == 3.0
 
 
 def test_deepspeed_does_not_warn_of_names_that_torch_has_changed(monkeypatch):

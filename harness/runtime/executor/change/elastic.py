@@ -18,7 +18,7 @@ import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -175,7 +175,7 @@ class ElasticExecutor:
             for name, tensor in tensors
         }
         self._blueprint = Blueprint(task, captured, world.device)
-        self._boundaries: dict[int, tuple[list[str], str]] = {}
+        self._boundary = cache(self._find_boundary)  # by the number of frozen layers
         self.engine = ExecutorEngine(task, world, recorder, options, plan, captured)
 
     def build(
@@ -241,15 +241,10 @@ class ElasticExecutor:
         """The reason why the outputs of frozen layers cannot be kept; empty if they can."""
         return self._boundary(n_frozen)[1]
 
-    def _boundary(self, n_frozen: int) -> tuple[list[str], str]:
-        if n_frozen not in self._boundaries:
-            _, captured = self._blueprint.make(self.layers[:n_frozen])
-            prefix = prefix_of(captured.graph, self.layers[:n_frozen])
-            self._boundaries[n_frozen] = (
-                boundary_values(captured, prefix),
-                why_not(captured, prefix),
-            )
-        return self._boundaries[n_frozen]
+    def _find_boundary(self, n_frozen: int) -> tuple[list[str], str]:
+        _, captured = self._blueprint.make(self.layers[:n_frozen])
+        prefix = prefix_of(captured.graph, self.layers[:n_frozen])
+        return boundary_values(captured, prefix), why_not(captured, prefix)
 
     def predict_bytes(self, engine: ExecutorEngine) -> PairBytes:
         """Bytes that a change to an engine moves."""

@@ -157,7 +157,9 @@ class AttentionShard(MixingShard):
 def make_attention(part: ShardSpec) -> AttentionShard | None:
     """nn.MultiheadAttention over whole sequences without masks, cut along heads and queries."""
     module = part.module
-    if not isinstance(module, nn.MultiheadAttention) or not _is_plain(module):
+    if not isinstance(module, nn.MultiheadAttention) or not module.batch_first:
+        return None
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return None
     roles = _roles(part, module)
     heads = part.partial("heads")
@@ -165,12 +167,6 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
         return None
     inward = _regions(part, roles if part.has_own_keys else roles[:1])
     return AttentionShard(part, module, heads, roles, inward)
-
-
-def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether it has no additional keys and values, and samples come first."""
-    has_more = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
-    return module.batch_first and not has_more
 
 
 def _roles(part: ShardSpec, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
