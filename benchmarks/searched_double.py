@@ -127,7 +127,7 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
         found = {piece: parameter.grad for piece, parameter in engine.owners.own.items()}
         kept.update({piece: g.clone() for piece, g in found.items() if g is not None})
 
-    engine._optimizer.register_step_pre_hook(keep)
+    engine.optimizer.register_step_pre_hook(keep)
     index = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(engine.samples), n_global=strategy.batch)
     for whole in batches:

@@ -26,7 +26,7 @@ from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES
 from harness.runtime.engines.engine import EngineOptions, Share, fetch_batch
-from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -193,6 +193,10 @@ class DeepSpeedEngine:
             self._comm.cdb = timed
 
     @property
+    def optimizer(self) -> Any:
+        return self._engine.optimizer
+
+    @property
     def model(self) -> nn.Module:
         model: nn.Module = self._engine.module
         return model
@@ -232,9 +236,6 @@ class DeepSpeedEngine:
             for t in batch.inputs
         ]
         return self._task.sum_loss(self._engine(*inputs), batch.targets) * share.weight
-
-    def set_learning_rate(self, rate: float) -> None:
-        set_rate(self._engine.optimizer, rate)
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         with self.whole_model() as model:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from harness.domain.routes import BUCKET_BYTES
 from harness.measure.recorder import Recorder
@@ -99,8 +100,9 @@ class Engine(Protocol):
         """
         ...
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Use a learning rate from the next step on."""
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of this rank's parameters."""
         ...
 
     @property

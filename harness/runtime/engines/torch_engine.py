@@ -32,7 +32,7 @@ from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision, reduced
 from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
 from harness.runtime.engines.local_sgd import ReplicaAverage
-from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
+from harness.runtime.engines.optimizers import average_of, make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -158,7 +158,7 @@ class TorchEngine:
             # overlap with backward.
             self._forward_model = compiled_by_torch(self._forward_model, world.device)
             self._sum_loss = compiled_by_torch(self._sum_loss, world.device)
-        self._optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             task.model.named_parameters(), options.optimizer, world.device
         )
         self._max_norm = options.optimizer.max_grad_norm
@@ -217,14 +217,11 @@ class TorchEngine:
     def _update(self) -> None:
         scaler = self._precision.scaler
         if self._max_norm is not None:
-            scaler.unscale_(self._optimizer)
+            scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self._task.model.parameters(), self._max_norm)
-        scaler.step(self._optimizer)
+        scaler.step(self.optimizer)
         scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def set_learning_rate(self, rate: float) -> None:
-        set_rate(self._optimizer, rate)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
@@ -236,7 +233,7 @@ class TorchEngine:
 
     def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         named = self._task.model.named_parameters(remove_duplicate=False)
-        return self.model_state() | {n: average_of(self._optimizer, p) for n, p in named}
+        return self.model_state() | {n: average_of(self.optimizer, p) for n, p in named}
 
     def verify(self) -> str:
         model = self._task.model if self._average is None else self._average.outer

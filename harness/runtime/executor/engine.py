@@ -17,7 +17,7 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES, Precision
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_copies
 from harness.runtime.executor.cache.activations import Prefix
@@ -82,7 +82,6 @@ class ExecutorEngine:
 
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
-        ConfigError: the dtype is fp16, and training asynchronous.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ExecutorEngine:
     ) -> None:
         self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
         strategy = plan.strategy
-        scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
+        scale = LossScale(options.dtype, world)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
@@ -175,13 +174,13 @@ class ExecutorEngine:
             self._update_microbatch, self.gathers, prefix.tap,
         )  # fmt: skip
         own_parameters = self._gatherer.own_parameters()
-        self._optimizer = make_optimizer(own_parameters, options.optimizer, world.device)
+        self.optimizer = make_optimizer(own_parameters, options.optimizer, world.device)
         self._prime_update = partial(prime_update, own_parameters, options.optimizer, world.device)
         most = options.optimizer.max_grad_norm
         norm_group = None if most is None else replicas.own_group(self._groups)
         clip = GradientClip(most, world, norm_group)
         self._updating = WeightUpdate(
-            self.weights, self.owners, self._optimizer, scale, hooks, clip, self._phases,
+            self.weights, self.owners, self.optimizer, scale, hooks, clip, self._phases,
         )  # fmt: skip
 
         self.weights.release_others(captured.module)
@@ -291,10 +290,6 @@ class ExecutorEngine:
         self._random.step += 1
         return self._runner.loss
 
-    def set_learning_rate(self, rate: float) -> None:
-        """See `Engine.set_learning_rate`."""
-        set_rate(self._optimizer, rate)
-
     def _run(self, batch: Batch | None, share: Share) -> None:
         is_asynchronous = self.plan.is_asynchronous
         scale = self._updating.scale.factor() * share.replica_factor
@@ -347,7 +342,7 @@ class ExecutorEngine:
     def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         """See `Engine.averaged_state`."""
         self.flush()
-        return self._gatherer.averaged_state(self._optimizer, is_for_first=is_for_first)
+        return self._gatherer.averaged_state(self.optimizer, is_for_first=is_for_first)
 
     def load_full_state(self, open_state: Callable[[], dict[str, Any]]) -> None:
         """Load a whole state, as `open_sharded` gives it; all ranks must call it.
@@ -359,7 +354,7 @@ class ExecutorEngine:
         opened: list[dict[str, Any]] = []
         # Before any rank changes its slices.
         raise_on_all_ranks(lambda: opened.append(open_state()), self._world)
-        raise_on_all_ranks(lambda: self._gatherer.load(opened[0], self._optimizer), self._world)
+        raise_on_all_ranks(lambda: self._gatherer.load(opened[0], self.optimizer), self._world)
         self.gathers.gather_updated()
         self._random.step = opened[0].get("step", self._random.step)
         if self._stash is not None:
@@ -368,12 +363,12 @@ class ExecutorEngine:
     def shard(self, run: str = "") -> StateShard:
         """This rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
-        parts = self._gatherer, self._optimizer, self._random.step, self._world
+        parts = self._gatherer, self.optimizer, self._random.step, self._world
         return state_shard(*parts, run=run, norms=self.layer_norms)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""
-        parts = self.weights, self.owners, self.holders, self._optimizer, self._gatherer
+        parts = self.weights, self.owners, self.holders, self.optimizer, self._gatherer
         return HeldState(*parts, self._random)
 
     def take_over(self, old: ExecutorEngine) -> None:

@@ -30,7 +30,6 @@ class ExecutorPlan:
         is_asynchronous: 1F1B without flushes, with an optimizer step after each microbatch and
             weight stashing, as in PipeDream: stage s of S computes gradients with weights that are
             S - 1 - s updates old.
-        is_elastic: the strategy may change between steps.
         is_compiled: segments are compiled by torch.compile.
         timeout_s: how long a rank waits for another before it raises an error.
     """
@@ -39,7 +38,6 @@ class ExecutorPlan:
     batch_norm: Literal["local", "global"] = "local"
     dropout: Literal["local", "exact"] = "local"
     is_asynchronous: bool = False
-    is_elastic: bool = False
     is_compiled: bool = False
     seed: int = 0
     timeout_s: float = 300.0
@@ -56,11 +54,7 @@ class ExecutorPlan:
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Check that asynchronous training uses 1F1B without recomputation, and that neither it nor
-        an elastic strategy is compiled."""
-        if self.is_compiled and (self.is_asynchronous or self.is_elastic):
-            kind = "asynchronous" if self.is_asynchronous else "elastic"
-            raise StrategyError(f"{kind} training has no --compile: drop one of them")
+        """Check that asynchronous training uses 1F1B without recomputation."""
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "

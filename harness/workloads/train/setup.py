@@ -199,7 +199,6 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float = 300.0)
         batch_norm=case.norm_scope,
         dropout="exact" if case.exact_dropout else "local",
         is_asynchronous=case.is_asynchronous,
-        is_elastic=case.is_elastic,
         is_compiled=case.compile,
         seed=case.seed,
         timeout_s=timeout_s,
@@ -257,7 +256,7 @@ def _make_engine(
         is_compiled=case.compile,
         outer=case.outer_options(),
     )
-    if plan is None or not plan.is_elastic:
+    if plan is None or not case.is_elastic:
         module, name = ENGINES[case.engine]
         make: Callable[..., Engine] = getattr(import_module(module), name)
         return make(task, world, recorder, options, *(() if plan is None else (plan,))), None

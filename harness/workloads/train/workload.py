@@ -22,6 +22,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Share
+from harness.runtime.engines.optimizers import set_rate
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
@@ -105,7 +106,7 @@ class TrainLoop:
             self._keeper.begin_step(index, training)
         if self._changes is not None and index >= 0:
             self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
-        training.engine.set_learning_rate(training.rates.at(index))
+        set_rate(training.engine.optimizer, training.rates.at(index))
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.add(index, loss)
         if index == -1:

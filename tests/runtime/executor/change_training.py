@@ -226,7 +226,7 @@ def freeze_and_count(changing: ChangingCase, world: World) -> Freed:
 
 def _held_bytes(engine: ExecutorEngine) -> tuple[int, int]:
     """Bytes of the optimizer's state and of the buckets."""
-    states = engine._optimizer.state.values()
+    states = engine.optimizer.state.values()
     tensors = [value for values in states for value in values.values() if value is not None]
     buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
     return sum(t.nbytes for t in tensors), sum(flat.nbytes for flat in buckets)

@@ -160,7 +160,7 @@ def kept_bytes(case: Case, world: World) -> Kept:
     flats = [getattr(bucket, "flat", None) for bucket in buckets]
     state = [
         value
-        for values in engine._optimizer.state.values()
+        for values in engine.optimizer.state.values()
         for value in values.values()
         if isinstance(value, Tensor) and value.dim()
     ]

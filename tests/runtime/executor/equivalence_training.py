@@ -285,7 +285,7 @@ def keep_gradients(engine: ExecutorEngine) -> Callable[[], dict[str, Tensor]]:
         kept.clear()
         kept.update({piece: g.clone() for piece, g in found.items() if g is not None})
 
-    engine._optimizer.register_step_pre_hook(keep)
+    engine.optimizer.register_step_pre_hook(keep)
     return lambda: engine._gatherer.whole(kept)
 
 

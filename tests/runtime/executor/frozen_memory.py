@@ -77,7 +77,7 @@ def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
     graph = capture(task, BATCH, "blocks").graph
     strategy = strategy_of(name, graph)
     options = EngineOptions(dtype="fp32", optimizer=OptimizerOptions(name="adamw"), batch=BATCH)
-    plan = ExecutorPlan(strategy=strategy, is_elastic=True, timeout_s=TIMEOUT_S)
+    plan = ExecutorPlan(strategy=strategy, timeout_s=TIMEOUT_S)
     elastic = ElasticExecutor(task, world, Recorder(HostClock()), options, plan)
     found = []
     for n in frozen:
@@ -108,7 +108,7 @@ def measured_bytes(engine: ExecutorEngine) -> int:
 
     step()
     weights = sum(tensor.nbytes for tensor in engine.weights.held.values())
-    states = [v for values in engine._optimizer.state.values() for v in values.values()]
+    states = [v for values in engine.optimizer.state.values() for v in values.values()]
     buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
     held = sum(t.nbytes for t in (*states, *buckets, *batch.inputs))
     return weights + held + _most_allocated(step)

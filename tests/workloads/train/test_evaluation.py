@@ -170,7 +170,7 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time(first, wan
 def test_ranks_wait_for_each_other_between_warm_up_and_the_first_recorded_step(monkeypatch):
     done = []
     engine = SimpleNamespace(
-        set_learning_rate=lambda rate: None,
+        optimizer=SimpleNamespace(param_groups=[]),
         step=lambda fetch, share: done.append("step") or torch.tensor(1.0),
     )
     training = SimpleNamespace(engine=engine, rates=SimpleNamespace(at=float), n_steps=2)

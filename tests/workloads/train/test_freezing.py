@@ -185,7 +185,7 @@ def test_the_model_is_planned_again_as_layers_freeze_and_are_cached(monkeypatch)
 
 def test_norms_leave_out_a_step_whose_gradients_overflow_on_any_rank():
     world = SimpleNamespace(size=1, rank=0, device=torch.device("cpu"))
-    scale, norms = LossScale("fp16", world, is_asynchronous=False), LayerNorms(LAYERS, world)
+    scale, norms = LossScale("fp16", world), LayerNorms(LAYERS, world)
     other, own = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([other, own])
     owners = SimpleNamespace(own={WeightSlice("layers.1.weight", ((0, 2),)): own}, of=lambda _: 0)

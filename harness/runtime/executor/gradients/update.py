@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.freezing import FreezableLayer, FreezingState
-from harness.errors import ConfigError
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.sharded.owners import Owners
@@ -23,17 +22,9 @@ from harness.runtime.ranks.world import World
 
 
 class LossScale:
-    """The factor of the losses; 1 for other dtypes than fp16.
+    """The factor of the losses, in synchronous training; 1 for other dtypes than fp16."""
 
-    Raises:
-        ConfigError: fp16 and asynchronous, because each microbatch would need a factor of its own.
-    """
-
-    def __init__(self, dtype: str, world: World, *, is_asynchronous: bool) -> None:
-        if dtype == "fp16" and is_asynchronous:
-            raise ConfigError(
-                "asynchronous training has no loss scaling for fp16: use --dtype bf16"
-            )
+    def __init__(self, dtype: str, world: World) -> None:
         self._scaler: torch.amp.GradScaler | None = None
         self._device = world.device
         if dtype == "fp16" and world.size > 1:
