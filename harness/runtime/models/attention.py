@@ -1,7 +1,6 @@
 """Multi-head attention with grouped queries, rotary or relative positions and masks, in one module.
 
-It is one operator of a graph, so that it can be cut by heads and by queries (`AttentionShard` for
-nn.MultiheadAttention, `GroupedAttentionShard` for this one).
+It is one operator of a graph, so that it can be cut by heads and by queries (`AttentionShard`).
 
 Sources: Vaswani et al., 2017; Su et al., "RoFormer", 2021 (rotary positions); Raffel et al., 2020
 (buckets of relative positions); Ainslie et al., "GQA", 2023 (grouped queries).
@@ -75,6 +74,7 @@ def attend(
     memory: Tensor,
     mask: Tensor | None = None,
     *,
+    values: Tensor | None = None,
     first: int = 0,
     first_key: int = 0,
     mix: Mix | None = None,
@@ -85,6 +85,7 @@ def attend(
         queries: (samples, queries, width).
         memory: (samples, positions, width).
         mask: (samples, positions), true where a position counts; None: all do.
+        values: as `memory`, which they are projected from by default.
         first, first_key: position of the first query, and of the first one in `memory`, for causal
             masks and encoded positions.
         mix: `mix_values` by default.
@@ -94,7 +95,8 @@ def attend(
     """
     q = split_heads(queries, weights.query, weights.query_bias, form.head_dim)
     k = split_heads(memory, weights.key, weights.key_bias, form.head_dim)
-    v = split_heads(memory, weights.value, weights.value_bias, form.head_dim)
+    values = memory if values is None else values
+    v = split_heads(values, weights.value, weights.value_bias, form.head_dim)
     if form.rotary_base is not None:
         q = _rotated(q, form.rotary_base, first)
         k = _rotated(k, form.rotary_base, first_key)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from harness.domain.key_forms import POSITIONS
@@ -21,7 +21,6 @@ from harness.runtime.models.attention import (
     Projections,
     attend,
     mix_values,
-    split_heads,
 )
 from harness.runtime.tracing.attention_region import AttentionRegion, OwnPositions, RegionWeight
 
@@ -38,54 +37,72 @@ class MixingShard(Shard):
         self.mix: Mix = mix_values
 
 
-class GroupedAttentionShard(MixingShard):
-    """Some heads for some queries over the whole memory.
+# A tensor of the model, and the intervals of its first dims.
+Slice = tuple[Held | None, *tuple[Interval, ...]]
+
+
+class AttentionShard(MixingShard):
+    """Some heads, or groups of heads, for some queries over the whole memory.
 
     Args:
-        groups: the block's groups of heads; the part with group 0 adds the output's bias.
+        slices: those of the `Projections`, by name; without the others.
         first, first_key: positions of the block's first query and first key.
+        roles: indices of the inputs that are query, key and value; None: queries, memory, mask.
     """
 
     def __init__(
         self,
         part: ShardSpec,
         form: AttentionForm,
-        groups: Interval,
-        first: int,
-        first_key: int,
+        slices: Mapping[str, Slice],
         inward: list[Region],
+        *,
+        first: int = 0,
+        first_key: int = 0,
+        roles: Sequence[int] | None = None,
     ) -> None:
         super().__init__(inward)
         self._form, self._first, self._first_key = form, first, first_key
-        heads = groups[0] * form.queries_per_group, groups[1] * form.queries_per_group
-        wide = heads[0] * form.head_dim, heads[1] * form.head_dim
-        narrow = groups[0] * form.head_dim, groups[1] * form.head_dim
-        for name, rows in (("query", wide), ("key", narrow), ("value", narrow)):
-            self.copy_slice(part, name, part.held(f"{name}.weight"), (rows,))
-            self.copy_slice(part, f"{name}_bias", part.held(f"{name}.bias"), (rows,))
-        width = part.output[2]
-        self.copy_slice(part, "out", part.held("out.weight"), (width, wide))
-        bias = part.held("out.bias") if groups[0] == 0 else None
-        self.copy_slice(part, "out_bias", bias, (width,))
-        table = part.held("relative.weight")
-        n_buckets = 0 if table is None else part.tensor(table).shape[0]
-        self.copy_slice(part, "bias_table", table, ((0, n_buckets), heads))
+        self._roles = roles
+        for name in Projections._fields:
+            held, *intervals = slices.get(name, (None,))
+            self.copy_slice(part, name, held, intervals)
 
     def compute(self, *inputs: Tensor) -> Tensor:
         weights = Projections(*(getattr(self, name) for name in Projections._fields))
-        first, first_key = self._first, self._first_key
-        return attend(self._form, weights, *inputs, first=first, first_key=first_key, mix=self.mix)
+        form = self._form if self.training else replace(self._form, dropout=0.0)
+        values: Tensor | None = None
+        if self._roles is not None:
+            queries, keys, values = (inputs[k] for k in self._roles)
+            inputs = queries, keys
+        return attend(
+            form, weights, *inputs, values=values, first=self._first, first_key=self._first_key,
+            mix=self.mix,
+        )  # fmt: skip
 
 
-def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
-    """GroupedAttention, cut along groups of heads and queries."""
+def make_grouped_attention(part: ShardSpec) -> AttentionShard | None:
+    """GroupedAttention, cut along groups of heads and queries; the part with group 0 adds the
+    output's bias."""
     module, groups = part.module, part.partial("heads")
     if not isinstance(module, GroupedAttention) or groups is None:
         return None
+    form, width = module.form, part.output[2]
+    heads = groups[0] * form.queries_per_group, groups[1] * form.queries_per_group
+    wide = heads[0] * form.head_dim, heads[1] * form.head_dim
+    narrow = groups[0] * form.head_dim, groups[1] * form.head_dim
+    slices: dict[str, Slice] = {"out": (part.held("out.weight"), width, wide)}
+    for name, rows in (("query", wide), ("key", narrow), ("value", narrow)):
+        slices[name] = part.held(f"{name}.weight"), rows
+        slices[f"{name}_bias"] = part.held(f"{name}.bias"), rows
+    if groups[0] == 0:
+        slices["out_bias"] = part.held("out.bias"), width
+    if (table := part.held("relative.weight")) is not None:
+        slices["bias_table"] = table, (0, part.tensor(table).shape[0]), heads
     first = part.output[1][0]
     first_key = first if part.has_own_keys else 0
     inward = _regions(part, {0, 1} if part.has_own_keys else {0})
-    return GroupedAttentionShard(part, module.form, groups, first, first_key, inward)
+    return AttentionShard(part, form, slices, inward, first=first, first_key=first_key)
 
 
 def _regions(part: ShardSpec, own: Collection[int]) -> list[Region]:
@@ -103,59 +120,9 @@ def _regions(part: ShardSpec, own: Collection[int]) -> list[Region]:
 _ROLES = ("query", "key", "value")
 
 
-class AttentionShard(MixingShard):
-    """Some heads of an attention for some queries over whole sequences of keys and values.
-
-    Args:
-        heads: the block's heads; the part with head 0 adds the output's bias.
-        roles: indices of the inputs that are query, key and value.
-    """
-
-    out_weight: nn.Parameter
-    out_bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        part: ShardSpec,
-        module: nn.MultiheadAttention,
-        heads: Interval,
-        roles: tuple[int, ...],
-        inward: list[Region],
-    ) -> None:
-        super().__init__(inward)
-        self._head_dim, self._dropout, self._roles = module.head_dim, module.dropout, roles
-        columns = heads[0] * module.head_dim, heads[1] * module.head_dim
-        for position, role in enumerate(_ROLES):
-            shift = position * module.embed_dim
-            stacked = columns[0] + shift, columns[1] + shift
-            self.copy_slice(part, f"{role}_bias", part.held("in_proj_bias"), (stacked,))
-            weight, rows = part.held("in_proj_weight"), stacked
-            if weight is None:
-                weight, rows = part.held(f"{role[0]}_proj_weight"), columns
-            self.copy_slice(part, f"{role}_weight", weight, (rows,))
-        width = (0, module.embed_dim)
-        self.copy_slice(part, "out_weight", part.held("out_proj.weight"), (width, columns))
-        bias = part.held("out_proj.bias") if heads[0] == 0 else None
-        self.copy_slice(part, "out_bias", bias, (width,))
-
-    def compute(self, *inputs: Tensor) -> Tensor:
-        query, key, value = (
-            split_heads(
-                inputs[source],
-                getattr(self, f"{role}_weight"),
-                getattr(self, f"{role}_bias"),
-                self._head_dim,
-            )
-            for role, source in zip(_ROLES, self._roles, strict=True)
-        )
-        dropout = self._dropout if self.training else 0.0
-        form = AttentionForm(head_dim=self._head_dim, dropout=dropout)
-        mixed = self.mix(form, query, key, value, None, None, 0)
-        return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
-
-
 def make_attention(part: ShardSpec) -> AttentionShard | None:
-    """nn.MultiheadAttention over whole sequences without masks, cut along heads and queries."""
+    """nn.MultiheadAttention over whole sequences without masks, cut along heads and queries; the
+    part with head 0 adds the output's bias."""
     module = part.module
     if not isinstance(module, nn.MultiheadAttention) or not module.batch_first:
         return None
@@ -165,8 +132,20 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
     heads = part.partial("heads")
     if roles is None or heads is None or not _has_unread_weights(part.node):
         return None
+    columns, width = (heads[0] * module.head_dim, heads[1] * module.head_dim), (0, module.embed_dim)
+    slices: dict[str, Slice] = {"out": (part.held("out_proj.weight"), width, columns)}
+    if heads[0] == 0:
+        slices["out_bias"] = part.held("out_proj.bias"), width
+    joined = part.held("in_proj_weight")
+    for position, role in enumerate(_ROLES):
+        shift = position * module.embed_dim
+        stacked = columns[0] + shift, columns[1] + shift
+        own = part.held(f"{role[0]}_proj_weight")
+        slices[role] = (own, columns) if joined is None else (joined, stacked)
+        slices[f"{role}_bias"] = part.held("in_proj_bias"), stacked
+    form = AttentionForm(head_dim=module.head_dim, dropout=module.dropout)
     inward = _regions(part, roles if part.has_own_keys else roles[:1])
-    return AttentionShard(part, module, heads, roles, inward)
+    return AttentionShard(part, form, slices, inward, roles=roles)
 
 
 def _roles(part: ShardSpec, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
