@@ -23,11 +23,7 @@ from harness.measure.store import read_header
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.workloads import load_workload
-from harness.workloads.common.contract import (
-    Need,
-    Workload,
-    config_json,
-)
+from harness.workloads.common.contract import Need, Workload, config_json
 
 _log = logging.getLogger(__name__)
 

@@ -347,10 +347,4 @@ def _views(flat: Tensor, blocks: Sequence[_Block]) -> Iterator[tuple[_Block, Ten
 
 
 def _bits(tensor: Tensor) -> Bits:
-    """Fingerprint of a tensor's bytes, eight at a time."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:  # a view, such as one of an RNN's weights in one block
-        flat = flat.clone()
-    n_whole = flat.numel() // 8 * 8
-    whole = flat[:n_whole].view(torch.int64)
-    return (*fingerprint_of(whole).tolist(), *fingerprint_of(flat[n_whole:]).tolist())
+    return tuple(fingerprint_of(tensor).tolist())
