@@ -118,7 +118,7 @@ def begin_start(argv: Sequence[str], since_s: float = 0.0) -> Path | None:
     run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start"
     device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": n_bytes}
     header: dict[str, Any] = {
-        "schema": "harness-run", "version": 2, "run_id": run_id, "workload": workload,
+        "schema": "harness-run", "version": 3, "run_id": run_id, "workload": workload,
         "key": "start", "repeat": 0, "argv": ["./entry.sh", *words], "config": flags,
         "cluster": {"nodes": [{"name": host, "devices": [device]}]}, "ranks": [], "versions": {},
         "commit": "", "status": "running",

@@ -56,7 +56,7 @@ def test_the_agent_dies_of_what_its_program_died_of_and_says_so(number):
 
 
 def test_a_first_process_that_dies_before_the_ranks_meet_has_a_row(tmp_path):
-    flags = ("--model", "vgg16", "--strategy", "ddp", "single", f"--results={tmp_path}")
+    flags = ("--strategy", "ddp", "single", "--freeze", "schedule", f"--results={tmp_path}")
     code, _, err = run("sh", "-c", "kill -9 $$", "harness", "train", *flags)
     assert code == -signal.SIGKILL
     ((run_dir, header),) = find_runs(tmp_path)[0]
