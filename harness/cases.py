@@ -222,7 +222,7 @@ def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     done: dict[str, list[RunHeader]] = {}
     for header in sorted(headers, key=lambda header: header.start_utc):
         if header.status in _FINISHED:
-            done.setdefault(header.repeat_key, []).append(header)
+            done.setdefault(header.key, []).append(header)
     return done
 
 

@@ -17,8 +17,7 @@ from harness.errors import ResultsError
 from harness.inputs import MOST_NUMBER, shorten
 
 SCHEMA = "harness-run"
-SCHEMA_VERSION = 3  # samples of a change of strategy have its number
-UNNUMBERED_CHANGES = 2  # which is read but for runs that may change their strategy
+SCHEMA_VERSION = 3
 
 Status = Literal["running", "ok", "oom", "timeout", "crash", "interrupted", "skipped", "invalid"]
 STATUS_WORDS = {
@@ -144,11 +143,6 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
         found: Any = self.summary.get(name)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         return float(found) if is_number and abs(found) <= MOST_NUMBER else None
-
-    @property
-    def repeat_key(self) -> str:
-        """Equal for repeats; `key` may be that of an earlier version, which told more apart."""
-        return run_key(self.workload, self.config, self.cluster)
 
     @property
     def ending(self) -> str:

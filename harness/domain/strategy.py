@@ -13,9 +13,6 @@ per-operator placement. Its file (JSON) can be read, edited, sent and run again:
 strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 """
 
-import re
-from typing import Self
-
 import msgspec
 
 from harness.domain.cluster import Cluster
@@ -39,13 +36,6 @@ from harness.errors import StrategyError
 SCHEMA = "harness-strategy"
 SCHEMA_VERSION = 1
 _MOST_MICROBATCHES = 2**16
-
-
-# The field of earlier files, by its two values.
-_FORMER = {
-    rb'"optimizer_state"\s*:\s*"sharded"': b'"shard_state": "optimizer"',
-    rb'"optimizer_state"\s*:\s*"replicated"': b'"shard_state": "none"',
-}
 
 
 class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -112,17 +102,6 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     made_for: MadeFor = MadeFor()
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
-
-    @classmethod
-    def from_json(cls, data: bytes, *, source: str = "") -> Self:
-        """Parse and validate; an `optimizer_state` of earlier files is read as `shard_state`.
-
-        Raises:
-            StrategyError: see `JsonFile`.
-        """
-        for old, new in _FORMER.items():
-            data = re.sub(old, new, data)
-        return super().from_json(data, source=source)
 
     @property
     def shards_gradients(self) -> bool:

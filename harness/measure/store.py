@@ -19,10 +19,9 @@ import msgspec
 
 from harness.domain.files import decode, encode
 from harness.domain.record import MAX_RANK, Record
-from harness.domain.run import SCHEMA, SCHEMA_VERSION, UNNUMBERED_CHANGES, RunHeader
+from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.inputs import MOST_FILE_BYTES, find_int, one_line, open_regular, parse_json
-from harness.measure.derive.settings import changing_flags
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, find_dead_writer
 from harness.measure.rank_records import MAX_RANKS, Records, read_records
 
@@ -257,25 +256,17 @@ def headers_in(results: Path, pattern: str = "*") -> Iterator[tuple[Path, RunHea
 def _decode_header(data: bytes, source: str) -> RunHeader:
     tag = parse_json(data, source, ResultsError)
     found = (tag.get("schema"), tag.get("version")) if isinstance(tag, dict) else (None, None)
-    is_older = found == (SCHEMA, UNNUMBERED_CHANGES)
-    if found != (SCHEMA, SCHEMA_VERSION) and not is_older:
-        raise _other_version(source, *found)
+    if found != (SCHEMA, SCHEMA_VERSION):
+        raise ResultsError(
+            f"{source} has schema {found[0]} version {found[1]}, this harness reads {SCHEMA} "
+            f"version {SCHEMA_VERSION}: run it again, or read it with the harness that wrote it"
+        )
     if _is_deeper(tag, _MAX_DEPTH):
         raise ResultsError(f"{source} is nested more than {_MAX_DEPTH} deep: no harness wrote it")
     header = decode(data, RunHeader, source=source, error=ResultsError)
-    if is_older and changing_flags(header.config):
-        raise _other_version(source, *found)
     header.check(source)
     lines = (one_line(line, _LONGEST_LINE) for line in header.reason.split("\n"))
     return msgspec.structs.replace(header, reason="\n".join(lines))
-
-
-def _other_version(source: str, schema: object, version: object) -> ResultsError:
-    return ResultsError(
-        f"{source} has schema {schema} version {version}, this harness reads {SCHEMA} version "
-        f"{SCHEMA_VERSION}, and version {UNNUMBERED_CHANGES} of runs that keep their strategy: run "
-        "it again, or read it with the harness that wrote it"
-    )
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -327,7 +327,7 @@ class Catalog:
         groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
         for run in self.runs:
             if run.header.workload == workload:
-                cluster, key = self._clusters[id(run)], run.header.repeat_key
+                cluster, key = self._clusters[id(run)], run.header.key
                 if workload in ROWS_NAME_ALL:
                     key = ""
                     cluster += ", in turn" * bool(run.header.config.get("in_turn"))

@@ -80,14 +80,6 @@ def test_every_size_of_microbatch_must_be_cut_into_parts_with_samples():
         validate(strategy, make_graph(), make_cluster())
 
 
-@pytest.mark.parametrize(("old", "new"), [("sharded", "optimizer"), ("replicated", "none")])
-def test_the_optimizer_state_of_earlier_files_is_read(old, new):
-    field = b'"optimizer_state":"%s"' % old.encode()
-    data = make_strategy().to_json().replace(b'"shard_state": "none"', field)
-    assert field in data
-    assert Strategy.from_json(data).shard_state == new
-
-
 def test_a_fitting_strategy_is_accepted():
     validate(make_strategy(), make_graph(), make_cluster())
 

@@ -247,7 +247,7 @@ def test_results_of_an_older_version_are_refused_with_the_remedy(comparison, tmp
     printed = capsys.readouterr().err
     assert "holds no run, but 1 other entries" in printed
     assert f"skipped {old}" in printed
-    assert "version 1, this harness reads harness-run version 3, and" in printed
+    assert "version 1, this harness reads harness-run version 3: run it" in printed
 
 
 def test_help_does_not_wait_for_libraries():

@@ -563,8 +563,7 @@ def test_flags_that_only_steer_a_search_part_no_repeats_of_other_strategies(tmp_
     for strategy in ("single", "ddp", "searched"):
         for k, seconds in enumerate((3.0, 120.0)):
             config = train_config(strategy, 32, search_seconds=seconds, predict=k == 0)
-            more = {"key": f"of an earlier version {k}"}
-            write_training(tmp_path, f"{strategy}{k}", config, make_cluster(2), **more)
+            write_training(tmp_path, f"{strategy}{k}", config, make_cluster(2))
     bars = table_of("throughput", tmp_path).set_index("label")["n_repeats"].to_dict()
     cluster = "batch 32 · fp32 · 2 × RTX 3070, 1 Gbit/s"
     assert bars == {
