@@ -14,7 +14,6 @@ A stage on several devices goes at the speed of the slowest of them, times their
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -254,10 +253,6 @@ def balance_in_turn(
     """Cut operators into consecutive stages, stage s on device s modulo their number; see
     `balance`.
 
-    The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
-    then moved one at a time for as long as the busiest device gets less to do, because all its
-    stages take its time in each microbatch.
-
     Raises:
         StrategyError: more stages than operators.
     """
@@ -268,35 +263,5 @@ def balance_in_turn(
         )
     totals, at_cuts = _at_cuts(seconds, crossing_s)
     in_turn = [stage % n_devices for stage in range(n_stages)]
-    ends = list(_balanced(totals[in_turn], at_cuts, n_stages).ends)
-    if n_stages > n_devices:
-        ends = _levelled(ends, totals, at_cuts)
-    return Balanced(tuple(ends), tuple((device,) for device in in_turn))
-
-
-def _levelled(ends: list[int], totals: Floats, crossing_s: Floats) -> list[int]:
-    """Move ends for as long as the busiest device gets less, or of equally busy ones fewer are."""
-    best, is_better = _load(ends, totals, crossing_s), True
-    while is_better:
-        is_better = False
-        for k in range(len(ends) - 1):
-            first = ends[k - 1] + 1 if k else 1
-            for end in range(first, ends[k + 1]):
-                moved = [*ends[:k], end, *ends[k + 1 :]]
-                load = _load(moved, totals, crossing_s)
-                if load < best:
-                    ends, best, is_better = moved, load, True
-    return ends
-
-
-def _load(ends: Sequence[int], totals: Floats, crossing_s: Floats) -> tuple[list[int], int]:
-    """Seconds of each device, the busiest first; the longest stage. In whole numbers, so that
-    loads that differ by rounding are equal."""
-    n_devices = len(totals)
-    stages = [
-        float(totals[stage % n_devices, end] - totals[stage % n_devices, start] + crossing_s[start])
-        for stage, (start, end) in enumerate(pairwise((0, *ends)))
-    ]
-    loads = [sum(stages[device::n_devices]) for device in range(n_devices)]
-    unit_s = 1e-9 * float(totals.max()) or 1.0
-    return sorted((round(s / unit_s) for s in loads), reverse=True), round(max(stages) / unit_s)
+    ends = _balanced(totals[in_turn], at_cuts, n_stages).ends
+    return Balanced(ends, tuple((device,) for device in in_turn))

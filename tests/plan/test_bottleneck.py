@@ -70,15 +70,6 @@ def test_no_other_cut_is_faster(seconds):
         assert pace(seconds, found) == pytest.approx(min(pace(seconds, one) for one in every))
 
 
-def loads(seconds, stages):
-    """Of devices, the busiest first."""
-    found = [0.0] * len(seconds)
-    bounds = pairwise((0, *stages.ends))
-    for (a, b), (device,) in zip(bounds, stages.groups, strict=True):
-        found[device] += sum(seconds[device][a:b])
-    return sorted(found, reverse=True)
-
-
 def every_cut_in_turn(seconds, n_stages):
     groups = tuple((stage % len(seconds),) for stage in range(n_stages))
     return [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(len(seconds[0]), n_stages)]
@@ -90,14 +81,6 @@ def test_no_other_cut_is_faster_where_each_device_has_a_stage(seconds):
     found = balance_in_turn(seconds, len(seconds))
     every = every_cut_in_turn(seconds, len(seconds))
     assert pace(seconds, found) == min(pace(seconds, one) for one in every)
-
-
-def test_devices_that_take_stages_in_turn_compute_about_equally_long():
-    """Stages of 3, 2, 3 and 2 of ten are as short, and one device would compute 6."""
-    seconds = [[1] * 10] * 2
-    found = balance_in_turn(seconds, 4)
-    assert loads(seconds, found) == [5, 5]
-    assert pace(seconds, found) == 3
 
 
 @pytest.mark.parametrize(
