@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import Strategy
 from harness.plan.costs import PlanRequest
+from harness.plan.search.mcmc import apply_plans
 from harness.plan.search.objective import Objective
-from harness.plan.search.searches import search_exhaustively
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator, Trial
 
@@ -114,5 +115,8 @@ def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
     objective = Objective(simulator)
     objective.start("enumeration")
     start = Strategy(name="s", batch=request.batch, operators=simulator.by_name(plans))
-    search_exhaustively(Trial(simulator, start), space.menus, objective)
+    trial = Trial(simulator, start)
+    for choice in product(*space.menus.values()):  # the last operator's plans change first
+        apply_plans(trial, dict(zip(space.menus, choice, strict=True)))
+        objective.judge(trial)
     return (objective.best.step_s if objective.best else math.inf), space.size

@@ -2,7 +2,7 @@
 
     python benchmarks/planner_simulator.py [oracle delta dlrm] [--json] [--quick]
 
-oracle    ratio of step times: searches (without enumeration) over the optimum by enumeration, on
+oracle    ratio of step times: searches over the optimum by enumeration, on
           random small problems with branches, different devices and links, and memory limits
 delta     ratio of CPU times: changing one operator in an existing simulation over a new simulation;
           the results must be equal
@@ -53,7 +53,7 @@ def run_oracle(out: TextIO, *, quick: bool) -> Comparisons:
             want, size = enumerated_step_s(request)
             n_larger = max(n_larger, size)
             try:
-                found = search_portfolio(request, exhaustive_up_to=0).best.step_s
+                found = search_portfolio(request).best.step_s
             except PlanError:
                 found = math.inf
             if math.isinf(want) and math.isinf(found):

@@ -28,8 +28,6 @@ from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
 from harness.units import format_bytes, format_duration
 
-ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
-
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
@@ -104,14 +102,12 @@ def search_portfolio(
     request: PlanRequest,
     *,
     options: SimulatorOptions | None = None,
-    exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
     clock: Callable[[], float] = time.monotonic,
 ) -> Searched:
     """Search, and keep the best plans of each search.
 
     Args:
         options: what the simulator assumes of the engine; by default derived from the profile.
-        exhaustive_up_to: largest space that is enumerated; 0 leaves it to the other searches.
         clock: by which the request's seconds pass.
 
     Raises:
@@ -142,7 +138,7 @@ def search_portfolio(
     interrupted = False
     try:
         standards += _judge_standards(simulator, batch, request, objective)
-        searches = Searches(simulator, batch, request, objective, exhaustive_up_to)
+        searches = Searches(simulator, batch, request, objective)
         searches.run()
         searches.shard_fastest()
     except KeyboardInterrupt:

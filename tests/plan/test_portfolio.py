@@ -113,7 +113,7 @@ def test_searches_find_what_enumeration_finds(seed, n_ops, n_devices):
     want, _ = enumerated_step_s(request)
     request = replace(request, budget=2000)
     try:
-        found = search_portfolio(request, exhaustive_up_to=0).best.step_s
+        found = search_portfolio(request).best.step_s
     except PlanError:
         found = math.inf
     # Microbatches and pipelines may be better than all that was enumerated.
@@ -427,13 +427,12 @@ def with_norms(graph, *calls):
     return changed(graph, calls[1:], kind="batch_norm", attrs=shares)
 
 
-@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
-def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_up_to):
+def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike():
     graph, profile = layers(4)
     graph = with_norms(graph, "fc1", "fc3")
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
     request = request_of(graph, profile, cluster)
-    found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
+    found = search_portfolio(request)
     ranked = found.ranked()
     assert len(ranked) > 3
     for candidate in ranked:
@@ -444,27 +443,25 @@ def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_u
     assert not any("pipeline" in name for name in names)
 
 
-@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
-def test_every_plan_of_a_search_has_a_written_buffer_on_one_device(exhaustive_up_to):
+def test_every_plan_of_a_search_has_a_written_buffer_on_one_device():
     graph, profile = layers(4)
     attrs = {"writes_buffers": ["seen"], "mixes_samples": True, "is_cut_by_samples": False}
     graph = changed(graph, ["fc1", "fc3"], kind="other", attrs=attrs)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB)
-    found = search_portfolio(request_of(graph, profile, cluster), exhaustive_up_to=exhaustive_up_to)
+    found = search_portfolio(request_of(graph, profile, cluster))
     for candidate in found.ranked():
         validate(found.strategy(candidate), graph, cluster)
     assert found.best.n_devices == 2
 
 
-@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exhaustive_up_to):
+def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied):
     graph, profile = layers(4, parameters=100_000)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
     if is_tied:
         graph = changed(graph, ["fc1"], attrs={"tied_to": "fc0"})
     request = request_of(graph, profile, cluster)
-    found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
+    found = search_portfolio(request)
     plans = [candidate.strategy.operators for candidate in found.ranked()]
     tied = graph.operators[1:3]
     cuts = [[weight_cuts(op, own[op.name].partition) for op in tied] for own in plans]

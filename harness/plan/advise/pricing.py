@@ -220,9 +220,7 @@ def _searched(
         seconds=search_cpu_s,
     )
     try:
-        found = search_portfolio(
-            plan_request, options=simulator.options, exhaustive_up_to=0, clock=time.process_time
-        )
+        found = search_portfolio(plan_request, options=simulator.options, clock=time.process_time)
     except PlanError:  # nothing fits
         return
     standard = {s.strategy.name for s in found.standards}

@@ -1,13 +1,9 @@
-"""Which searches a request gets, and how they share its budget: pipelines, enumeration, chains.
-
-Every strategy of a small space, one after another: the oracle.
-"""
+"""Which searches a request gets, and how they share its budget: pipelines and chains."""
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
-from itertools import product
 
 import msgspec
 
@@ -16,7 +12,7 @@ from harness.domain.schedule import SCHEDULES
 from harness.domain.shard_state import ShardState, shards_parameters
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.costs import PlanRequest
-from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
+from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Form, PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
@@ -29,19 +25,6 @@ from harness.plan.simulate.sharded_state import (
 )
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.units import format_count
-
-
-def search_exhaustively(
-    trial: Trial, menus: Mapping[int, Sequence[OperatorPlan]], objective: Objective
-) -> None:
-    """Judge all combinations of the menus, the last operator's first, so that each step changes few
-    operators. Ends early when the objective says so."""
-    for choice in product(*menus.values()):
-        if objective.is_over():
-            return
-        apply_plans(trial, dict(zip(menus, choice, strict=True)))
-        objective.judge(trial)
-
 
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
@@ -58,11 +41,9 @@ class Searches:
         batch: int,
         request: PlanRequest,
         objective: Objective,
-        exhaustive_up_to: int,
     ) -> None:
         self.simulator, self.batch, self.objective = simulator, batch, objective
         self.seed, self.most_replicas = request.seed, request.most_replicas
-        self.exhaustive_up_to = exhaustive_up_to
         work = len(simulator.placed) * simulator.cluster.n_devices * 4
         default = min(MOST_PROPOSALS, max(LEAST_PROPOSALS, int(WORK_PER_SEARCH / work)))
         self.budget = default if request.budget is None else max(1, request.budget)
@@ -84,11 +65,6 @@ class Searches:
         if is_limited:
             return
         flows = self._flows()
-        if not self.objective.is_out_of_time():
-            space = self._space(flows[0].n_microbatches)
-            if space.size <= min(self.exhaustive_up_to, self.budget):
-                self.objective.start("exhaustive search")
-                search_exhaustively(Trial(self.simulator, flows[0]), space.menus, self.objective)
         for k, flow in enumerate(flows):
             if self.objective.is_out_of_time():
                 return
