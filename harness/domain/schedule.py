@@ -26,10 +26,6 @@ ActionKind = Literal["forward", "backward", "weight"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
-# Exchanges whose receives are posted before the first action of a step, and ahead of each exchange
-# that is waited for.
-RECEIVES_AT_FIRST, RECEIVES_AHEAD = 2, 6
-
 
 class Action(NamedTuple):
     """One pass of one microbatch through one stage.

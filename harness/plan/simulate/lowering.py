@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.domain.weight_units import SharedWeight, Unit
 from harness.plan.simulate.activations import (
@@ -19,7 +18,7 @@ from harness.plan.simulate.activations import (
     held_outputs,
     received_bytes,
 )
-from harness.plan.simulate.passes import BACKWARD, FORWARD, N_PASSES, WEIGHT
+from harness.plan.simulate.passes import BACKWARD, FORWARD, WEIGHT
 from harness.plan.simulate.reductions import reduction_columns, with_averages
 from harness.plan.simulate.sharded_state import (
     Gathers,
@@ -114,7 +113,6 @@ def lower(
         seconds=seconds + tables.mean_size * rows.assembling_seconds(),
         following=order.following,
         first=order.first,
-        gate=order.gate,
         edge_source=rows.row_at[edges.source],
         edge_target=rows.row_at[edges.target],
         edge_bytes=edges.n_bytes * tables.mean_size * sent_shares,
@@ -206,17 +204,12 @@ class _Rows:
             gradient_bytes: (n_rows,) that its first backward allocates.
         """
         simulator, tables, flow = self._simulator, self._tables, self._flow
-        receives = np.zeros((N_PASSES, self.n), dtype=np.bool_)
-        receives[FORWARD, self.row_at[self.edges.target[self.edges.goes]]] = True
-        receives[BACKWARD, self.row_at[self.edges.source[self.returns]]] = True
         number, leaving = find_segments(tables, flow, segment_of, simulator.returns)
         held = held_outputs(tables, flow, simulator.returns, simulator.readers, leaving)
         received = received_bytes(tables)
         order: TaskOrder = order_tasks(
             flow,
             self.row_at.reshape(-1, tables.n_devices),
-            receives,
-            (RECEIVES_AT_FIRST, RECEIVES_AHEAD),
             RowBytes(
                 kept=self.of(held.kept + received),
                 outside=self.of(leaving + received),

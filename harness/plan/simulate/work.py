@@ -45,9 +45,6 @@ class TaskOrder(NamedTuple):
     position: Any  # (n_tasks,) number of earlier tasks on its device
     first: Any  # (D,)
     last: Any  # (D,)
-    # (n_tasks,) the task after which a task's receives are posted, or NONE: the last one before the
-    # wait for the exchange that many earlier.
-    gate: Any
     peak: Any  # (D,) most bytes of activations and such gradients held at once
 
 
@@ -55,9 +52,6 @@ class TaskOrder(NamedTuple):
 def order_tasks(
     flow: Any,
     row_at: Any,  # (operators, devices) the row, or NONE
-    receives: Any,  # (4, R) whether a pass of a row waits for transfers
-    n_posted: Any,  # exchanges posted before the step, and ahead in a wait; an argument, because
-    # numba's cache would not notice changed constants
     n_bytes: Any,  # RowBytes
     segment_of: Any,  # (R,) number of the segment, which a device runs again together
     recompute: Any,  # (R,) whether it runs again
@@ -65,23 +59,19 @@ def order_tasks(
     """Chain every device's tasks."""
     n_microbatches, stage_ptr, stage_ops = flow.n_microbatches, flow.stage_ptr, flow.stage_ops
     kept_bytes, outside_bytes, brief_bytes, passing_bytes, gradient_bytes = n_bytes
-    n_first, n_ahead = n_posted
     rows, n_devices = len(kept_bytes), row_at.shape[1]
     missing = gradient_bytes.copy()
     n_tasks = N_PASSES * n_microbatches * rows
     following = np.full(n_tasks, NONE, np.int64)
     position = np.full(n_tasks, NONE, np.int64)
-    gate = np.full(n_tasks, NONE, np.int64)
     first = np.full(n_devices, NONE, np.int64)
     last = np.full(n_devices, NONE, np.int64)
     peak = np.zeros(n_devices)
-    before_wait = np.full(n_ahead, NONE, np.int64)  # by the number of the exchange
     for device in range(n_devices):
         rank = flow.rank_of[device]
         if rank == NONE:
             continue
         memory = 0.0
-        n_exchanges = 0
         for a in range(flow.action_ptr[rank], flow.action_ptr[rank + 1]):
             kind, microbatch, stage = flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
@@ -105,12 +95,6 @@ def order_tasks(
                             task = (RECOMPUTE * n_microbatches + microbatch) * rows + again
                             _append(task, device, following, position, first, last)
                 task = (kind * n_microbatches + microbatch) * rows + row
-                if receives[kind, row]:
-                    if n_exchanges >= n_first:
-                        posted = max(0, n_exchanges - n_ahead)
-                        gate[task] = before_wait[posted % n_ahead]
-                    before_wait[n_exchanges % n_ahead] = last[device]
-                    n_exchanges += 1
                 freed = 0.0
                 if kind == FORWARD:  # a recomputed row's activations count in backward
                     freed = kept_bytes[row] - outside_bytes[row] if recompute[row] else 0.0
@@ -124,7 +108,7 @@ def order_tasks(
                 peak[device] = max(peak[device], memory + passing)
                 memory -= freed
                 _append(task, device, following, position, first, last)
-    return TaskOrder(following, position, first, last, gate, peak)
+    return TaskOrder(following, position, first, last, peak)
 
 
 @compiled
@@ -154,7 +138,6 @@ class Work(NamedTuple):
     seconds: Any  # (4, R) of each pass
     following: Any  # (4 M R,) next task on the device, or NONE
     first: Any  # (D,)
-    gate: Any  # (4 M R,) the task after which its receives are posted, or NONE
     edge_source: Any  # (E,) row of the producer
     edge_target: Any  # (E,) row of the consumer
     edge_bytes: Any  # (E,)
@@ -225,7 +208,7 @@ def find_dependents(work: Any) -> Any:
     compute, moves_back, sums, sums_back, buckets, end = offsets(work)
     rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_collective)
     n_ends = len(work.sum_source) + len(work.sum_target)
-    most = compute + work.n_microbatches * (6 * n_edges + 4 * n_ends)
+    most = compute + work.n_microbatches * 4 * (n_edges + n_ends)
     most += len(work.trigger_task) + len(work.after_task)
     before, after = np.empty(most, np.int64), np.empty(most, np.int64)
     n = 0
@@ -253,9 +236,6 @@ def find_dependents(work: Any) -> Any:
                 before[n], after[n] = base + senders[e], move + e
                 before[n + 1], after[n + 1] = move + e, base + readers[e]
                 n += 2
-                if work.gate[base + readers[e]] != NONE:
-                    before[n], after[n] = work.gate[base + readers[e]], move + e
-                    n += 1
             happens = work.sum_goes if way == FORWARD else work.sum_returns
             total = (sums if way == FORWARD else sums_back) + microbatch * n_sums
             for c in range(n_sums):

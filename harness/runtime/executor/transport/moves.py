@@ -31,7 +31,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
+from harness.domain.schedule import Action
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.program.program import PartKey, Program, Route, WantKey
@@ -45,6 +45,10 @@ from harness.runtime.executor.transport.messages import (
     SharedSum,
     shared_sums,
 )
+
+# Exchanges whose receives are posted before the first action of a step, and ahead of each exchange
+# that is waited for.
+_AT_FIRST, _AHEAD = 2, 6
 
 
 @dataclass(frozen=True)
@@ -207,9 +211,9 @@ class Receives:
         # Receives to post for each exchange; devices may exchange messages in different orders.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
-        self._at_first = ends[min(RECEIVES_AT_FIRST, len(exchanges))]
+        self._at_first = ends[min(_AT_FIRST, len(exchanges))]
         self._until = {
-            slot: ends[min(k + 1 + RECEIVES_AHEAD, len(exchanges))]
+            slot: ends[min(k + 1 + _AHEAD, len(exchanges))]
             for k, slots in enumerate(exchanges)
             for slot in slots
         }
