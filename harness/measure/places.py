@@ -13,11 +13,7 @@ from harness.errors import ResultsError
 
 
 def _try_place(directory: Path) -> None:
-    """Try to write a temporary file in a directory, or where it would be created.
-
-    Raises:
-        OSError: it cannot be created or written to.
-    """
+    """Try to write a temporary file in a directory, or where it would be created."""
     found = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not found.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -26,11 +22,7 @@ def _try_place(directory: Path) -> None:
 
 
 def _try_directory(directory: Path) -> None:
-    """Create a directory, and try to write a temporary file in it.
-
-    Raises:
-        OSError: it cannot be created or written to.
-    """
+    """Create a directory, and try to write in it."""
     _try_place(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _try_place(directory)

@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -310,8 +310,8 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
         DataError: as `read_collectives`.
     """
     rows = read_table(path, [])
-    size, unit_bytes = _size_column(rows[0], path)
-    time, unit_s = _time_column(rows[0], path)
+    size, unit_bytes = _unit_column(rows[0], _SIZE, _unit_bytes, path, "size(B)")
+    time, unit_s = _unit_column(rows[0], _DURATION, UNITS_S.get, path, "time(us)")
     n = _ranks_of_name(path.name.lower()) or n_ranks
     if n is None:
         raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
@@ -335,29 +335,27 @@ def _ranks_of_name(name: str) -> int | None:
     return find_int(found.pop(), 2, _MOST_RANKS)
 
 
-def _size_column(row: Row, path: Path) -> tuple[str, int]:
-    """The column of sizes, and the bytes of its unit."""
-    for name in row.columns:
-        found = re.fullmatch(r"size\s*+[(\[_]?\s*+(\w*+)[)\]]?", name.lower())
-        unit = None if found is None else found[1].removesuffix("ytes")
-        if unit is not None:
-            with contextlib.suppress(ConfigError):
-                return name, parse_bytes(f"1{unit}")
-    raise DataError(
-        f"{path} has columns {shorten(', '.join(row.columns))}: it needs size(B), or another unit "
-        "of size"
-    )
+_SIZE = re.compile(r"size\s*+[(\[_]?\s*+(\w*+)[)\]]?")
+_DURATION = re.compile(r"(?:time|latency)\s*[(\[_]\s*(\w+)[)\]]?")
 
 
-def _time_column(row: Row, path: Path) -> tuple[str, float]:
-    """The first column of times, and the seconds of its unit."""
+def _unit_bytes(unit: str) -> int | None:
+    with contextlib.suppress(ConfigError):
+        return parse_bytes(f"1{unit.removesuffix('ytes')}")
+    return None
+
+
+def _unit_column(
+    row: Row, form: re.Pattern[str], unit: Callable[[str], float | None], path: Path, example: str
+) -> tuple[str, float]:
+    """The first column of a form whose unit is known, and the bytes or seconds of the unit."""
     for name in row.columns:
-        unit = re.fullmatch(r"(?:time|latency)\s*[(\[_]\s*(\w+)[)\]]?", name.lower())
-        if unit is not None and unit[1] in UNITS_S:
-            return name, UNITS_S[unit[1]]
+        found = form.fullmatch(name.lower())
+        if found is not None and (scale := unit(found[1])) is not None:
+            return name, scale
     raise DataError(
-        f"{path} has columns {shorten(', '.join(row.columns))}: it needs time(us), or another unit "
-        "of time"
+        f"{path} has columns {shorten(', '.join(row.columns))}: it needs {example}, or another "
+        f"unit of {example.partition('(')[0]}"
     )
 
 

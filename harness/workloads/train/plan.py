@@ -26,8 +26,8 @@ from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
+from harness.plan.builders import with_copies
 from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
-from harness.plan.replicas import with_copies
 from harness.plan.search.space import (
     balanced_pipeline,
     proportional_shares,

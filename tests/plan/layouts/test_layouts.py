@@ -13,6 +13,7 @@ from harness.domain.profile import OptimizerTime
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import validate
 from harness.errors import PlanError, StrategyError
+from harness.plan.builders import with_copies
 from harness.plan.costs import PlanRequest, run
 from harness.plan.importing.times import (
     LayerTime,
@@ -28,7 +29,6 @@ from harness.plan.layouts.degrees import (
     profiled_layout,
 )
 from harness.plan.layouts.planner import LayoutSearch
-from harness.plan.replicas import with_copies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 

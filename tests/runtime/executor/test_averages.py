@@ -22,8 +22,8 @@ from made_graphs import small_cluster
 
 from harness.domain.sharding import has_tasks
 from harness.errors import StrategyError
+from harness.plan.builders import with_copies
 from harness.plan.layouts.degrees import layout_strategy, parse_layout
-from harness.plan.replicas import with_copies
 from harness.runtime.engines.optimizers import OuterOptions
 from harness.runtime.executor.sharded.replicas import Replicas
 from harness.runtime.executor.state.files import load_sharded
