@@ -10,18 +10,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
-from fuzz_values import (
-    small_cluster,
-    small_graph,
-    small_prediction,
-    small_profile,
-    small_strategy,
-)
 from safetensors.torch import save
 
 from harness.domain.cluster import Cluster
@@ -83,8 +77,18 @@ class Reader:
     read: Callable[[bytes, Path], object]
 
 
+@cache
+def _graph() -> Graph:
+    return Graph.load(_SEEDS / "graph.json")
+
+
+@cache
+def _cluster() -> Cluster:
+    return Cluster.load(_SEEDS / "cluster.json")
+
+
 def _profile(data: bytes, _: Path) -> None:
-    profile, graph = Profile.from_json(data), small_graph()
+    profile, graph = Profile.from_json(data), _graph()
     times = OperatorTimes(profile)
     for operator in graph.operators[1:]:
         for kind in profile.device_kinds:
@@ -95,8 +99,8 @@ def _profile(data: bytes, _: Path) -> None:
 
 def _strategy(data: bytes, _: Path) -> None:
     strategy = Strategy.from_json(data)
-    validate(strategy, small_graph(), small_cluster())
-    check_fresh(strategy, small_graph(), small_cluster())
+    validate(strategy, _graph(), _cluster())
+    check_fresh(strategy, _graph(), _cluster())
 
 
 def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
@@ -242,13 +246,6 @@ def _protobufs() -> list[bytes]:
     return [print_protobuf(entries, "v1"), print_protobuf(entries, "r21")]
 
 
-def _planned() -> list[bytes]:
-    return [
-        value.to_json()
-        for value in (small_cluster(), small_graph(), small_profile(), small_strategy())
-    ]
-
-
 def _layer_seconds() -> dict[str, bytes]:
     """What AMP's trials need beside them."""
     file = io.BytesIO()
@@ -294,17 +291,17 @@ def _published(
 
 READERS: dict[str, Reader] = {
     "cluster": Reader(
-        lambda: [small_cluster().to_json()],
-        lambda d, _: estimate_profile(small_graph(), Cluster.from_json(d)),
+        _seed("cluster.json"),
+        lambda d, _: estimate_profile(_graph(), Cluster.from_json(d)),
     ),
     "graph": Reader(
-        lambda: [small_graph().to_json()],
-        lambda d, _: estimate_profile(Graph.from_json(d), small_cluster()),
+        _seed("graph.json"),
+        lambda d, _: estimate_profile(Graph.from_json(d), _cluster()),
     ),
-    "profile": Reader(lambda: [small_profile().to_json()], _profile),
-    "strategy": Reader(lambda: [small_strategy().to_json()], _strategy),
+    "profile": Reader(_seed("profile.json"), _profile),
+    "strategy": Reader(_seed("strategy.json"), _strategy),
     "prediction": Reader(
-        lambda: [small_prediction().to_json()],
+        _seed("prediction.json"),
         _file(PREDICTION_FILE, lambda path: read_prediction(path.parent)),
     ),
     "graph_txt": Reader(_seed("graph.txt"), _text(lambda t: parse_graph_txt(t, name="t"))),
@@ -320,7 +317,10 @@ READERS: dict[str, Reader] = {
         lambda: [*_seed("flexflow.txt", "console.txt", "plan.json")(), *_protobufs()],
         _file("strategy", _converted),
     ),
-    "show": Reader(lambda: [*_planned(), *_seed("graph.txt")()], _file("shown", show_file)),
+    "show": Reader(
+        _seed("cluster.json", "graph.json", "profile.json", "strategy.json", "graph.txt"),
+        _file("shown", show_file),
+    ),
     "quantities": Reader(_literal("16MiB bytes\n1.25GB/s rate\n500us s"), _any_text(_quantities)),
     "flags": Reader(
         _literal(
