@@ -167,7 +167,7 @@ def busiest_bytes(pairs: dict[tuple[int, int], int]) -> int:
 
 def change_1gbit(bench: Bench, options: Options) -> list[dict[str, Any]]:
     case = TrainCase(
-        model="benchmarks.elastic_models:wide", batch=40, image_size=16, n_classes=10,
+        model="benchmarks.searched_models:wide", batch=40, image_size=16, n_classes=10,
         engine="executor", n_ranks=N_NODES,
     )  # fmt: skip
     results = bench.work / "change"
@@ -188,7 +188,7 @@ def change_1gbit(bench: Bench, options: Options) -> list[dict[str, Any]]:
 
 
 DEEP = (
-    "--model", "benchmarks.elastic_models:deep", "--image-size", "16", "--n-classes", "10",
+    "--model", "benchmarks.searched_models:deep", "--image-size", "16", "--n-classes", "10",
     "--batch-size", "60",
 )  # fmt: skip
 

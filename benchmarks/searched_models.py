@@ -1,8 +1,8 @@
-"""Reduced models for `searched.py`: factories for `--model benchmarks.searched_models:alexnet`.
+"""Models of other benchmarks: factories for `--model benchmarks.searched_models:alexnet`.
 
-Each keeps the property that decides how well its full model parallelizes: alexnet and vgg16 have
-most parameters in a few linear layers after convolutions, vit has much computation per parameter.
-Layers are those of torchvision, with smaller widths, depths and images.
+Those of `searched.py` keep the property that decides how well their full model parallelizes:
+alexnet and vgg16 have most parameters in a few linear layers after convolutions, vit has much
+computation per parameter. Layers are those of torchvision, with smaller widths, depths and images.
 """
 
 from __future__ import annotations
@@ -98,3 +98,18 @@ def deep_vit(n_classes: int = 10, n_channels: int = 1, image_size: int = 8) -> n
     model.conv_proj = nn.Conv2d(n_channels, 64, kernel_size=patch, stride=patch)
     nn.init.normal_(model.heads[0].weight, std=0.02)  # torchvision's zeros stop all gradients
     return model
+
+
+def wide(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """50 MB of weights in 48 equal layers, with little computing."""
+    hidden = [part for _ in range(47) for part in (nn.Linear(512, 512), nn.Tanh())]
+    first = nn.Linear(n_channels * image_size**2, 512)
+    return nn.Sequential(nn.Flatten(), first, *hidden, nn.Linear(512, n_classes))
+
+
+def deep(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """Convolutions: much computing for each byte of weights."""
+    blocks: list[nn.Module] = [nn.Conv2d(n_channels, 32, 3, padding=1), nn.ReLU()]
+    for _ in range(8):
+        blocks += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, n_classes))
