@@ -231,7 +231,7 @@ def explain_name(name: str, options: str) -> str:
             "slots: give it a name in /etc/hosts or ~/.ssh/config, and write that name, like "
             "`node1 slots=1`"
         )
-    explains = (_marked, _list, _colon, _misspelt, _underscore)
+    explains = (_misspelt, _list, _colon, _underscore)
     texts = [*(explain(name, _slots(options)) for explain in explains), _swapped(name, options)]
     if text := next(filter(None, texts), None):
         return f"{shorten(name)} is not a host name or address; {text}"
@@ -269,6 +269,8 @@ def _list(name: str, slots: str) -> str | None:
 
 # Other spellings of a name, and what to write for its parts.
 _SPELLINGS = (
+    (r"(?:;|--|%|/\*).*", "it looks like a comment: write comments as `# ...`"),
+    (r"[+^].*", "it does not name one host: write the name of a host, like `node1 slots=1`"),
     (
         rf"({_NAME})@({_NAME})",
         "it has a user's name: write `{1} {slots}`, and `User {0}` below `Host {1}` in "
@@ -299,14 +301,6 @@ def _underscore(name: str, slots: str) -> str | None:
         f"it has an underscore, which mpirun refuses in names: write `{other} {slots}`, and "
         f"`HostName {name}` below `Host {other}` in ~/.ssh/config"
     )
-
-
-def _marked(name: str, _: str) -> str | None:
-    if name.startswith(_NO_COMMENTS):
-        return "it looks like a comment: write comments as `# ...`"
-    if name.startswith(("+", "^")):
-        return "it does not name one host: write the name of a host, like `node1 slots=1`"
-    return None
 
 
 def _swapped(name: str, options: str) -> str | None:
