@@ -86,8 +86,8 @@ def _detached(value: Any) -> Any:
 class _MetaRun(fx.Interpreter):
     """Runs each node by itself on meta tensors and counts its FLOPs; equal calls run once."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
         self.measured: dict[fx.Node, MetaResult] = {}
         self._modules = dict(module.named_modules())
         self._known: dict[str, MetaResult] = {}
@@ -153,15 +153,13 @@ def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Ten
 
 def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, MetaResult]:
     """Run every node of a traced model on the meta device and return its value and FLOPs."""
-    # Nodes of the copy correspond to the original's by position.
     meta = meta_copy(module)
     for part in meta.modules():  # A user's hooks run in training only.
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    run = _MetaRun(meta)
+    run = _MetaRun(meta, module.graph)
     run.run(*(example.to("meta") for example in examples))
-    pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
-    return {node: run.measured[twin] for node, twin in pairs if twin in run.measured}
+    return run.measured
 
 
 def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:

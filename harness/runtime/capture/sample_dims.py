@@ -75,10 +75,9 @@ def values_at(
     Args:
         meta: its copy on the meta device, which runs.
     """
-    run = fx.Interpreter(meta, garbage_collect_values=False)
+    run = fx.Interpreter(meta, garbage_collect_values=False, graph=module.graph)
     run.run(*(torch.empty(n_samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples))
-    twins = zip(module.graph.nodes, meta.graph.nodes, strict=True)
-    return {node: run.env.get(twin) for node, twin in twins}
+    return {node: run.env.get(node) for node in module.graph.nodes}
 
 
 def _ranks(values: Values) -> list[list[int]]:

@@ -52,8 +52,8 @@ class Written(OpaqueFunction):
 class _WriteRun(fx.Interpreter):
     """Records the arguments that each node changes in place."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        super().__init__(module, garbage_collect_values=False, graph=graph)
         self.changed: dict[fx.Node, list[fx.Node]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -69,19 +69,13 @@ class _Memory:
     """The nodes of a graph that share memory, and those that write it."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
-        meta = meta_copy(module)
-        run = _WriteRun(meta)
+        run = _WriteRun(meta_copy(module), module.graph)
         run.run(*(example.to("meta") for example in examples))
-        pairs = zip(meta.graph.nodes, module.graph.nodes, strict=True)
-        twins: dict[fx.Node, fx.Node] = dict(pairs)
-        self.values = {twins[twin]: value for twin, value in run.env.items()}
+        self.values, self.changed = run.env, run.changed
         self._storages = {
             node: int(value.untyped_storage()._cdata)
             for node, value in self.values.items()
             if isinstance(value, Tensor)
-        }
-        self.changed: dict[fx.Node, list[fx.Node]] = {
-            twins[n]: [twins[a] for a in changed] for n, changed in run.changed.items()
         }
 
     def writers(self) -> list[fx.Node]:
