@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from harness.runtime.capture.sample_dims import Values, batch_sizes, sample_dims, values_by_batch
-from harness.runtime.models.own_loss import BatchLossTask
+from harness.runtime.models.own_loss import BatchLossTask, Call
 from harness.runtime.models.task import IGNORED, Task
 from harness.runtime.tracing.constructs import function_name
 
@@ -203,9 +203,7 @@ class _Rewriting:
             self._check_mean(name, given, _MEAN)
             given["reduction"] = _UNREDUCED
         elif target is getattr(functional, name, None) and inspect.isfunction(target):
-            bound = inspect.signature(target).bind(*args, **given)
-            bound.apply_defaults()
-            args, given = (), dict(bound.arguments)
+            args, given = (), Call(target, args, given, None).arguments
             self._check_mean(name, given, "mean")
             given["reduction"] = "none"
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +122,7 @@ def _with_rows(
         ModelError: the example has a number beyond them, which on a GPU would end the process.
     """
     lookups = [
-        inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+        call.arguments
         for call in calls
         if call.function in (functional.embedding, functional.embedding_bag)
     ]

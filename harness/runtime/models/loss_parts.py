@@ -6,11 +6,9 @@ out some labels or weight them, so labels get such special values too.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +45,7 @@ def flaw_of(own: OwnLoss) -> str:
         return "" if _is_of_means(own, own.result) else too_many
     for call in own.calls:
         if call.function in _CLASS_LOSSES:
-            options = _arguments(call)
+            options = call.arguments
             if options["weight"] is not None and options["reduction"] == "mean":
                 return f"its {call.name} has weights of classes"
     # Some losses take labels of the outputs' dtype alone.
@@ -160,7 +158,7 @@ def _special_labels(own: OwnLoss) -> Iterator[tuple[int, float]]:
         for value in (x for x in compared if isinstance(x, int | float)):
             found |= {value} if value == IGNORED else {value - 1, value, value + 1}
         if call.function in _CLASS_LOSSES:
-            found.add(_arguments(call)["ignore_index"])
+            found.add(call.arguments["ignore_index"])
     for position, spec in enumerate(own.labels):
         if spec.n_values is None:
             yield from ((position, value) for value in {*found, 0.0, math.nan})
@@ -186,7 +184,7 @@ def _is_of_means(own: OwnLoss, slot: Slot) -> bool:
     if call.function in _MEANS:
         if own.counted is not None:
             return call.function is F.cross_entropy
-        given = _arguments(call)
+        given = call.arguments
         all_count = not any(map(_is_selection, own.calls))
         if call.function is F.cross_entropy:
             all_count = all_count and given["ignore_index"] == IGNORED
@@ -202,10 +200,3 @@ def _is_selection(call: Call) -> bool:
     """Whether values may choose how many elements a call returns."""
     is_indexed = call.name == "__getitem__" and bool(slots_in(call.args[1:]))
     return is_indexed or call.name == "masked_select"
-
-
-def _arguments(call: Call) -> dict[str, Any]:
-    """By name, with defaults."""
-    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)

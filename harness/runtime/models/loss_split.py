@@ -7,7 +7,6 @@ model is trained without them. A loss that this cannot express stays inside the 
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -239,17 +238,12 @@ def _summed(
     if len(places) != 1:
         return calls, None
     (place,) = places
-    bound, original = (
-        inspect.signature(F.cross_entropy).bind(*call.args, **call.kwargs)
-        for call in (calls[place], originals[place])
-    )
-    if original.arguments["target"].is_floating_point():
+    given = calls[place].arguments
+    if originals[place].arguments["target"].is_floating_point():
         return calls, None
-    bound.apply_defaults()
-    target, is_mean = bound.arguments["target"], bound.arguments["reduction"] == "mean"
-    if not isinstance(target, Slot) or bound.arguments["weight"] is not None or not is_mean:
+    target, is_mean = given["target"], given["reduction"] == "mean"
+    if not isinstance(target, Slot) or given["weight"] is not None or not is_mean:
         return calls, None
-    bound.arguments["reduction"] = "sum"
-    changed = calls[place]._replace(args=(), kwargs=dict(bound.arguments))
+    changed = calls[place]._replace(args=(), kwargs=given | {"reduction": "sum"})
     found = [changed if k == place else call for k, call in enumerate(calls)]
-    return found, (target, bound.arguments["ignore_index"])
+    return found, (target, given["ignore_index"])

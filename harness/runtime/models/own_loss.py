@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,13 @@ class Call(NamedTuple):
     def name(self) -> str:
         """The function's."""
         return str(getattr(self.function, "__name__", ""))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By name, with defaults."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
 
 
 @dataclass(frozen=True)
