@@ -29,6 +29,7 @@ from harness.runtime.devices.random_sources import seed_all
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of
+from harness.runtime.faithfulness.state import simple_attributes
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import function_name
 from harness.runtime.tracing.hooks import has_gradient_hooks
@@ -153,7 +154,8 @@ def find_first_difference(
     """
     constructs = {text: text for text in _hooks_of(task.model)}
     recordings, runs = [], []
-    attributes = {path: _numbers(module) for path, module in task.model.named_modules()}
+    modules = task.model.named_modules()
+    attributes = {path: simple_attributes(module) for path, module in modules}
     buffers = {name: (b, b.detach().clone()) for name, b in task.model.named_buffers()}
     seed_all(seed)
     for batch in batches:
@@ -218,17 +220,12 @@ def _hooks_of(model: nn.Module) -> Iterable[str]:
             yield f"a hook on the parameter {name}"
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes that are numbers or strings."""
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str))}
-
-
 def _written(
     model: nn.Module,
     buffers: dict[str, tuple[Tensor, Tensor]],
     attributes: dict[str, dict[str, Any]],
 ) -> Iterable[str]:
-    """Buffers and numbers that forward changed, except those of torch's own modules."""
+    """Buffers and simple attributes that forward changed, except those of torch's own modules."""
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn"):
             continue
@@ -237,8 +234,8 @@ def _written(
             if known is not buffer or not torch.equal(buffer, value):
                 yield f"the buffer {name}, which forward writes"
         before = attributes.get(path, {})
-        for name, number in _numbers(module).items():
-            if before.get(name, number) != number:
+        for name, value in simple_attributes(module).items():
+            if before.get(name, value) != value:
                 yield f"the attribute {f'{path}.{name}'.strip('.')}, which forward writes"
 
 

@@ -15,7 +15,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -26,6 +25,7 @@ from harness.errors import HarnessError, ResultsError
 from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured
 from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.faithfulness.state import simple_attributes
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.hooks import hooks_of
 
@@ -106,7 +106,8 @@ def _texts_of(model: nn.Module) -> Iterator[str]:
         kinds = (k for k in type(module).__mro__ if not k.__module__.startswith("torch."))
         files |= dict.fromkeys(filter(None, map(_file_of, kinds)))
         hooks = [str(getattr(hook, "__qualname__", type(hook))) for hook in hooks_of(module)]
-        yield f"{path} {type(module).__qualname__} {_numbers(module)} {hooks}"
+        numbers = sorted(simple_attributes(module).items())
+        yield f"{path} {type(module).__qualname__} {numbers} {hooks}"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         yield f"{len(tensor._backward_hooks or ())}"
@@ -120,15 +121,3 @@ def _file_of(kind: type) -> str | None:
     except (TypeError, OSError):
         return None
     return file if file is not None and Path(file).is_file() else None
-
-
-def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's attributes that are numbers, strings, or lists of those."""
-    simple = (bool, int, float, str, type(None))
-
-    def is_simple(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(map(is_simple, value))
-        return isinstance(value, simple)
-
-    return sorted((k, v) for k, v in module.__dict__.items() if is_simple(v))

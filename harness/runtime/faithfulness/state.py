@@ -30,6 +30,17 @@ _FEW = 16
 _RESTORED = (dict, list, set)
 
 
+def simple_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that are numbers, strings, or lists of those."""
+
+    def is_simple(value: Any) -> bool:
+        if isinstance(value, tuple | list):
+            return all(map(is_simple, value))
+        return isinstance(value, bool | int | float | str | None)
+
+    return {name: value for name, value in vars(module).items() if is_simple(value)}
+
+
 def _refill(container: Any, content: Any) -> None:
     if isinstance(container, dict) and [*container] == [*content]:
         pairs = zip(container.values(), content.values(), strict=True)
