@@ -17,6 +17,7 @@ from harness.plot.style import (
     label_bars,
     mark_bar,
     mark_failed,
+    stack_bars,
     write_beside,
 )
 from harness.units import format_number
@@ -97,20 +98,16 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
 
 
 def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
-    at = list(range(len(table)))
-    compute = table["compute_s"].fillna(0).to_numpy(dtype=float) * 1e3
-    exposed = table["exposed_communication_s"].fillna(0).to_numpy(dtype=float) * 1e3
-    whole = table["time_s"].fillna(0).to_numpy(dtype=float) * 1e3
-    axes.barh(at, whole, 0.66, color=PHASE_COLOURS["other"], label="whole product")
-    axes.barh(at, compute, 0.4, color=PHASE_COLOURS["backward"], label="compute")
-    axes.barh(
-        at,
-        exposed,
-        0.4,
-        left=compute,
-        color=PHASE_COLOURS["exposed_communication"],
-        label="exposed communication",
+    whole, compute, exposed = (
+        table[name].fillna(0).to_numpy(dtype=float) * 1e3
+        for name in ("time_s", "compute_s", "exposed_communication_s")
     )
+    stack_bars(axes, [("whole product", PHASE_COLOURS["other"], whole)], height=0.66)
+    parts = [
+        ("compute", PHASE_COLOURS["backward"], compute),
+        ("exposed communication", PHASE_COLOURS["exposed_communication"], exposed),
+    ]
+    stack_bars(axes, parts, height=0.4)
     axes.set_xlabel("milliseconds, slowest rank")
     axes.set_title("Time")
 
