@@ -5,7 +5,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TextIO
 
 from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph, Operator
@@ -171,8 +170,8 @@ def memory_lines(memory_bytes: Mapping[str, int], optimizer: str = "") -> list[s
 class ProgressLine:
     """Rewrites one line of a terminal; silent elsewhere."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self) -> None:
+        self._stream = sys.stderr
         self._is_live = self._stream.isatty()
         self._last_s = float("-inf")
         self._width = 0
