@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from itertools import product
 
 from harness.domain.partition import REPLICA, SAMPLE
 from harness.domain.sharding import CONTRACTION
@@ -37,7 +37,6 @@ from harness.plan.simulate.simulator import Trial
 # Relative to the best step: at 0.02, 2% worse is accepted with probability 1/e.
 HOTTEST, COLDEST = (0.02, 0.3, 0.08), 0.005
 RESET_EVERY = 300  # proposals, in the colder half
-MOST_JOINT = 1000  # plans of three operators together, for a descent to try them all
 NEAR = 4  # operators apart, in topological order, that a descent still tries as a pair
 
 Move = dict[int, OperatorPlan]
@@ -227,8 +226,7 @@ def descend(
     """Walk to a local optimum: no other plan of one operator, nor of two, is better.
 
     Pairs are tried once no single operator improves, as far as the objective's budget goes: those
-    along edges first, then other near ones (branches that share a device are not joined), then
-    triples where they have few plans.
+    along edges first, then other near ones (branches that share a device are not joined).
     """
     plans = dict(start)
     apply_plans(trial, plans)
@@ -257,16 +255,10 @@ def descend(
 
 
 def _joint_moves(trial: Trial, space: Space) -> list[tuple[int, ...]]:
-    """Operators to change together: one, two along an edge, two near ones, three with few plans."""
+    """Operators to change together: one, two along an edge, two near ones."""
     ops = list(space.menus)
     edges = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
     joined = set(edges)
     windows = [ops[i : i + 1 + NEAR] for i in range(len(ops))]
     near = [(w[0], b) for w in windows for b in w[1:] if (w[0], b) not in joined]
-    triples = [
-        (w[0], b, c)
-        for w in windows
-        for b, c in combinations(w[1:], 2)
-        if math.prod(len(space.menus[op]) for op in (w[0], b, c)) <= MOST_JOINT
-    ]
-    return [*((op,) for op in ops), *edges, *near, *triples]
+    return [*((op,) for op in ops), *edges, *near]
