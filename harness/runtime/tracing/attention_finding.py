@@ -17,11 +17,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from harness.domain.partition import Interval
 from harness.runtime.capture.operators import draws_random
-from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, computed_bias, share_of
 from harness.runtime.tracing.attention_positions import find_positions
 from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, function_name
@@ -34,7 +33,6 @@ from harness.runtime.tracing.dim_rules import (
     DimRules,
     NotCuttableError,
     is_size,
-    module_of,
     natural,
     operator_name,
     require,
@@ -43,6 +41,7 @@ from harness.runtime.tracing.dim_rules import (
     slice_bounds,
 )
 from harness.runtime.tracing.matrix_products import transposed_linear
+from harness.runtime.tracing.module_calls import without_call
 
 _AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone", "slice")
 
@@ -70,13 +69,6 @@ def _is_attention(node: fx.Node) -> bool:
     while isinstance(source, fx.Node) and operator_name(source) in _AFTER_SOFTMAX:
         source = source.args[0]
     return isinstance(source, fx.Node) and operator_name(source) == "softmax"
-
-
-def is_softmax(node: fx.Node) -> bool:
-    """Whether a node is a softmax, or PyTorch's function of an attention."""
-    if node.op == "call_module":
-        return isinstance(module_of(node), nn.Softmax)
-    return function_name(node.target) in ("softmax", "scaled_dot_product_attention")
 
 
 class _HeadRules(DimRules):
@@ -221,9 +213,6 @@ class _Region:
         return self._leads[node]
 
     def _is_projection(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            part = module_of(node)
-            return type(part) is nn.Linear and has_plain_weights(part)
         if node.target is LINEAR:
             weight: Any = node.args[1]
             return bool(weight.op == "get_attr")
@@ -260,12 +249,12 @@ class _Region:
         positions = find_positions(
             self._order, self._projections, self._attention, self._heads.dims
         )
-        joined = JoinedGraph(self._module, self._order, spans, self._heads.slices, positions)
+        joined = JoinedGraph(self._order, spans, self._heads.slices, positions)
         draws = any(draws_random(node, self._module) for node in self._order)
         region = joined.region(self._heads.numbers, self._n_groups, draws=draws)
         with self._module.graph.inserting_before(self._last):
             call = self._module.graph.call_function(region, (*joined.inputs, *joined.held))
-        call.meta = {**self._last.meta}
+        call.meta = without_call(self._last.meta)
         self._last.replace_all_uses_with(call)
         for node in reversed(self._order):
             self._module.graph.erase_node(node)

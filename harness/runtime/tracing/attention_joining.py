@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from harness.domain.partition import Interval
 from harness.runtime.tracing.attention_positions import Core, FoundPositions
@@ -21,7 +21,7 @@ from harness.runtime.tracing.attention_region import (
     RowSlice,
     ScaledNumber,
 )
-from harness.runtime.tracing.dim_rules import NORMS, SizeAt, is_size, operator_name
+from harness.runtime.tracing.dim_rules import SizeAt, is_size
 from harness.runtime.tracing.matrix_products import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -63,20 +63,18 @@ class JoinedGraph:
 
     def __init__(
         self,
-        module: fx.GraphModule,
         order: Sequence[fx.Node],
         projections: Mapping[fx.Node, tuple[Interval, ...]],
         slices: Mapping[tuple[fx.Node, fx.Node], int],
         positions: FoundPositions | None,
     ) -> None:
-        self._module, self._order, self._projections = module, order, projections
+        self._order, self._projections = order, projections
         self._slices, self._sliced, self._positions = slices, list[str](), positions
         self._rows: dict[str, RowSlice] = {}
         self._taken: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._weights: list[RegionWeight] = []
-        self._factors: dict[fx.Node, list[fx.Node | None]] = {}
         self._sizes: dict[Fraction, fx.Node] = {}
         self.inputs: list[fx.Node] = []
         self.held: list[fx.Node] = []
@@ -90,7 +88,7 @@ class JoinedGraph:
         for node in self._order:  # all placeholders come first
             self._hold_weights(node)
         for node in self._order:
-            self._copy(node)
+            self._copies[node] = self._graph.node_copy(node, partial(self._given, node))
         self._graph.output(self._copies[self._order[-1]])
         return AttentionRegion(
             graph=self._graph,
@@ -140,12 +138,6 @@ class JoinedGraph:
                     yield source
 
     def _hold_weights(self, node: fx.Node) -> None:
-        if node.op == "call_module" and operator_name(node) in NORMS:
-            self._factors[node] = [
-                self._hold(source, RegionWeight()) if source is not None else None
-                for source in self._of_module(str(node.target))
-            ]
-            return
         if node not in self._projections:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in self._copies:
@@ -155,60 +147,17 @@ class JoinedGraph:
         is_transposed = node.target is transposed_linear
         weight = RegionWeight(dim=int(is_transposed != is_last), sections=spans)
         bias = RegionWeight(is_last_bias=True) if is_last else RegionWeight(dim=0, sections=spans)
-        weights: Any = [*node.args[1:], None][:2]
-        if computed_bias(node) is not None:
-            weights[1] = None
-        sources = self._of_module(str(node.target)) if node.op == "call_module" else weights
-        self._factors[node] = [
-            self._hold(source, rule) if isinstance(source, fx.Node) else None
-            for source, rule in zip(sources, (weight, bias), strict=True)
-        ]
-
-    def _of_module(self, path: str) -> list[fx.Node | None]:
-        """Nodes of the weight and bias of a linear layer or a norm."""
-        part, graph = self._module.get_submodule(path), self._module.graph
-        with graph.inserting_before(self._order[0]):
-            return [
-                None
-                if getattr(part, name, None) is None
-                else graph.create_node("get_attr", f"{path}.{name}")
-                for name in ("weight", "bias")
-            ]
+        for tensor, rule in zip(node.args[1:], (weight, bias), strict=False):
+            if isinstance(tensor, fx.Node) and tensor is not computed_bias(node):
+                self._taken[node, tensor] = self._hold(tensor, rule)
 
     def _hold(self, source: fx.Node, rule: RegionWeight) -> fx.Node:
         self.held.append(source)
         self._weights.append(rule)
         return self._graph.placeholder(f"weight_{len(self.held)}")
 
-    def _copy(self, node: fx.Node) -> None:
-        function: Any
-        arguments: tuple[Any, ...]
-        if node not in self._projections and node.op != "call_module":
-            self._copies[node] = self._graph.node_copy(node, lambda n: self._given(node, n))
-            return
-        source = self._given(node, node.all_input_nodes[0])
-        if node in self._projections:
-            function = transposed_linear if node.target is transposed_linear else F.linear
-            weight, bias = self._factors[node]
-            arguments = (source, weight, self._sliced_bias(node) or bias)
-        else:
-            part: Any = self._module.get_submodule(str(node.target))
-            if isinstance(part, nn.RMSNorm | nn.LayerNorm):
-                is_layer_norm = isinstance(part, nn.LayerNorm)
-                function = F.layer_norm if is_layer_norm else F.rms_norm
-                weights = self._factors[node][: 1 + is_layer_norm]
-                arguments = (source, list(part.normalized_shape), *weights, part.eps)
-            elif isinstance(part, nn.Softmax):
-                function, arguments = F.softmax, (source, part.dim)
-            else:
-                function, arguments = F.dropout, (source, part.p, part.training)
-        self._copies[node] = self._graph.call_function(function, arguments)
-
-    def _sliced_bias(self, projection: fx.Node) -> fx.Node | None:
-        """The bias of a projection, of which each section is sliced, if operators make it."""
-        bias = computed_bias(projection)
-        if bias is None:
-            return None
+    def _sliced_bias(self, projection: fx.Node, bias: fx.Node) -> fx.Node:
+        """The bias of a projection that operators make, of which each section is sliced."""
         call, spans = self._graph.call_function, self._projections[projection]
         size = spans[0][1] - spans[0][0]
         apart = call(_VIEW, (self._copies[bias], [len(spans), size]))
@@ -237,6 +186,8 @@ class JoinedGraph:
             return self._size(source)
         if (node, source) in self._taken:
             return self._taken[node, source]
+        if node in self._projections and source is computed_bias(node):
+            return self._sliced_bias(node, source)
         found, dim = self._copies[source], self._slices.get((node, source))
         if dim is not None:
             n_heads = source.meta["val"].shape[dim]

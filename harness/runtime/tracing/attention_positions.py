@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.capture.operators import SOMETIMES_RANDOM
 from harness.runtime.models.attention import AttentionForm
 from harness.runtime.tracing.attention_region import RowSlice
 from harness.runtime.tracing.constructs import argument_of
@@ -30,14 +29,12 @@ from harness.runtime.tracing.dim_rules import (
     DimRules,
     NotCuttableError,
     SizeAt,
-    module_of,
     natural,
     operator_name,
     require,
     shape_of,
     size_of,
     slice_bounds,
-    softmax_dim,
 )
 
 _REPEATS = (
@@ -138,11 +135,12 @@ def _of_products(node: fx.Node) -> _Steps | None:
     at: Any = node.args[0]
     while operator_name(at) != "softmax":
         if operator_name(at) == "dropout" and not dropout:
-            dropout = _probability(at)
+            _, probability, is_on = at.args
+            dropout = float(probability) if is_on else 0.0
         elif operator_name(at) not in _CASTS:
             return None
         at = at.args[0]
-    if natural(softmax_dim(at), len(shape_of(at))) != len(shape_of(at)) - 1:
+    if natural(argument_of(at, 1), len(shape_of(at))) != len(shape_of(at)) - 1:
         return None
     accurate = [at]
     at = at.args[0]
@@ -176,17 +174,6 @@ def _before_repeats(node: Any) -> fx.Node:
         node = node.args[0]
     assert isinstance(node, fx.Node)
     return node
-
-
-def _probability(node: fx.Node) -> float:
-    """That of a dropout, 0 if it is off."""
-    if node.op == "call_module":
-        module: Any = module_of(node)
-        return float(module.p) if module.training else 0.0
-    _, flag, is_training = SOMETIMES_RANDOM["dropout"]
-    assert flag is not None
-    is_on = argument_of(node, flag, "train", "training", default=is_training)
-    return float(argument_of(node, 1, "p", default=0.5)) if is_on else 0.0
 
 
 def _number(value: Any) -> float | None:

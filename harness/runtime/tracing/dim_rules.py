@@ -9,10 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from harness.runtime.executor.shards.base import has_plain_weights
-from harness.runtime.tracing.constructs import CALLS, argument_of, function_name
+from harness.runtime.tracing.constructs import argument_of, function_name
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 LINEAR = torch.ops.aten.linear.default
@@ -31,10 +30,6 @@ _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "r
 SPLITS = ("split", "split_with_sizes", "chunk")
 PASSED = {
     *VIEWS, *_POINTWISE, *_REDUCTIONS, *NORMS, *_SAME_RANK, *MOVES, *PRODUCTS, "getitem",
-}  # fmt: skip
-_MODULES: dict[type[nn.Module], str] = {
-    nn.Dropout: "dropout", nn.Softmax: "softmax", nn.LayerNorm: "layer_norm",
-    nn.RMSNorm: "rms_norm",
 }  # fmt: skip
 
 
@@ -175,9 +170,10 @@ class DimRules(ABC):
         dims: Any = node.args[1] if name in ("cat", "gather") and len(node.args) > 1 else ()
         dims = [dims] if isinstance(dims, int) else dims
         if name == "softmax":
-            dims = [softmax_dim(node)]
+            dims = [argument_of(node, 1)]
         if name in NORMS:
-            dims = range(rank - _n_normalized(node), rank)
+            sizes: Any = node.args[1]
+            dims = range(rank - len(sizes), rank)
         if name == "cat":
             require(all(n in self.dims or (node, n) in self.slices for n in tensors))
             dims = dims or [node.kwargs.get("dim", 0)]
@@ -224,34 +220,11 @@ def _after_reduction(node: fx.Node, position: int, rank: int, place: int) -> int
     return position if given[1] else position - sum(dim < position for dim in reduced)
 
 
-def _n_normalized(node: fx.Node) -> int:
-    """The last dims that a norm takes together."""
-    if node.op == "call_module":
-        part: Any = module_of(node)
-        require(has_plain_weights(part))
-        return len(part.normalized_shape)
-    sizes: Any = node.args[1]
-    return len(sizes)
-
-
-def softmax_dim(node: fx.Node) -> Any:
-    """The dim that a softmax is given."""
-    return module_of(node).dim if node.op == "call_module" else argument_of(node, 1)
-
-
 def operator_name(node: fx.Node) -> str:
-    """The name of a node's function, without the underscore of in-place functions; that of the
-    function of some modules, empty for others."""
-    if node.op == "call_module":
-        return _MODULES.get(type(module_of(node)), "")
-    return function_name(node.target).removesuffix("_") if node.op in CALLS else ""
-
-
-def module_of(node: fx.Node) -> nn.Module:
-    """The module that a node calls."""
-    owner = node.graph.owning_module
-    assert owner is not None
-    return owner.get_submodule(str(node.target))
+    """The name of a node's function, without the underscore of in-place functions; empty for
+    modules."""
+    is_function = node.op in ("call_function", "call_method")
+    return function_name(node.target).removesuffix("_") if is_function else ""
 
 
 def is_size(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from harness.runtime.tracing import patches
 from harness.runtime.tracing.autocast import AutocastRegion
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
+    FOLDED,
     NO_GRAD,
     WRITES,
     WRITTEN,
@@ -31,7 +32,12 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
 from harness.runtime.tracing.hooks import has_backward_hooks
 from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
-from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
+from harness.runtime.tracing.module_calls import (
+    call_modules,
+    is_own_norm,
+    named_tensors,
+    plain_norm,
+)
 from harness.runtime.tracing.tracer import users_frame
 from harness.runtime.tracing.training_dtype import follow_training_dtype, may_follow, under_autocast
 from harness.runtime.tracing.writes import read_written
@@ -79,8 +85,8 @@ def export(
     _unflatten_output(module)
     _use_input_device(module)
     join_vmaps(module)
-    call_modules(module.graph, model)
-    module = _with_tensors_of(model, module)
+    call_modules(module.graph, model, in_attentions=False)
+    module = with_tensors_of(model, module)
     _mark_writes(module)
     return module
 
@@ -210,14 +216,11 @@ def _number(size: Any) -> int:
     return int(size if isinstance(size, int) else size.node.hint)
 
 
-def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:
-    """A graph module whose parameters and buffers are the model's own; constants of the export are
-    buffers, as in torch.fx, so that they move with the module."""
+def with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:
+    """A graph module whose modules, parameters and buffers are the model's own; constants of the
+    export are buffers, as in torch.fx, so that they move with the module."""
     found: dict[str, Any] = {}
-    own = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    own = named_tensors(model)
     for node in list(module.graph.nodes):
         name = str(node.target)
         if node.op == "call_module":
@@ -230,7 +233,9 @@ def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule
         elif node.op == "get_attr":
             node.target = name.replace(".", "_")
             found[node.target] = attrgetter(name)(module)
-    return fx.GraphModule(found, module.graph, type(model).__name__)
+    made = fx.GraphModule(found, module.graph, type(model).__name__)
+    made.meta |= {key: module.meta[key] for key in (WRITTEN, FOLDED) if key in module.meta}
+    return made
 
 
 def _mark_writes(module: fx.GraphModule) -> None:

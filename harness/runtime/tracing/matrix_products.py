@@ -18,9 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from harness.runtime.tracing.dim_rules import LINEAR, is_size, operator_name
+from harness.runtime.tracing.module_calls import is_of_layer, without_call
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
@@ -37,9 +38,13 @@ def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product.view(*x.shape[:-1], weight.shape[1])
 
 
-def keep_dims(module: fx.GraphModule) -> None:
-    """Replace view to rows, linear layer, view of the rows by a view and a linear layer."""
+def keep_dims(module: fx.GraphModule, model: nn.Module) -> None:
+    """Replace view to rows, linear layer, view of the rows by a view and a linear layer, where that
+    is no module of the model."""
+    modules = dict(model.named_modules())
     for node in module.graph.find_nodes(op="call_function", target=LINEAR):
+        if is_of_layer(node, modules):
+            continue
         before, after = _views_around(node, node.args[0])
         found, made = _shape(node), _shape(after)
         if len(found) != 2 or len(made) < 3 or found[-1] != made[-1]:
@@ -205,10 +210,10 @@ class _Stack:
         self, like: fx.Node, target: Any, *args: Any, before: fx.Node | None = None, **kwargs: Any
     ) -> fx.Node:
         """A call in the place of a node, with its marks."""
-        operation = "call_module" if isinstance(target, str) else "call_function"
         with like.graph.inserting_before(before or like):
-            made = like.graph.create_node(operation, target, args, kwargs)
-        made.meta = {**like.meta, "val": like.meta["val"].new_empty(self._sizes(like))}
+            made = like.graph.call_function(target, args, kwargs)
+        made.meta = without_call(like.meta)
+        made.meta["val"] = like.meta["val"].new_empty(self._sizes(like))
         return made
 
     def _sizes(self, node: fx.Node) -> list[Any]:

@@ -10,14 +10,14 @@ with an activation: the normalisation is PyTorch's operator, the rest is traced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.activation import MultiheadAttention
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
 from torch.nn.utils import parametrize
@@ -27,6 +27,7 @@ from harness.runtime.tracing.hooks import has_own_hooks
 from harness.runtime.tracing.patches import replaced
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STACK = "nn_module_stack"  # key of an exported node's meta
 
 
 def is_own_norm(module: nn.Module) -> bool:
@@ -72,21 +73,49 @@ _LAYERS = (
     nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd,
     _AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd,
 )  # fmt: skip
+# Attentions are joined from the operators of these.
+IN_ATTENTIONS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Softmax, nn.Dropout)
 
 
-def call_modules(graph: fx.Graph, model: nn.Module) -> None:
-    """Replace runs of operators by calls of the model's modules that they come from."""
-    modules = dict(model.named_modules())
+def call_modules(graph: fx.Graph, model: nn.Module, *, in_attentions: bool) -> None:
+    """Replace runs of operators by calls of the model's modules that they come from.
+
+    Args:
+        in_attentions: those of IN_ATTENTIONS, else all others.
+    """
+    modules, tensors = dict(model.named_modules()), named_tensors(model)
     calls = (node for node in graph.nodes if node.op in CALLS)
     for (_, path), nodes in groupby(list(calls), _call):
-        called = list(nodes)
-        if path in modules and _is_layer(modules[path]) and _is_as_made(modules[path], called):
-            _replace(graph, path, called)
+        called, part = list(nodes), modules.get(path)
+        if part is None or (type(part) in IN_ATTENTIONS) != in_attentions:
+            continue
+        if _is_layer(part) and _is_as_made(part, called):
+            own = {id(tensor) for tensor in named_tensors(part).values()}
+            _replace(graph, path, called, {name for name, x in tensors.items() if id(x) in own})
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by each of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def is_of_layer(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node was traced in a layer of PyTorch's."""
+    part = modules.get(_call(node)[1])
+    return part is not None and _is_layer(part)
+
+
+def without_call(meta: dict[str, Any]) -> dict[str, Any]:
+    """The marks of an operator that does not compute what its module does."""
+    return {key: mark for key, mark in meta.items() if key != _STACK}
 
 
 def _call(node: fx.Node) -> tuple[str, str]:
     """The call of a module in which a node was traced, and the module's path."""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = node.meta.get(_STACK) or {}
     key, (path, _) = next(reversed(stack.items()), ("", ("", None)))
     return str(key), str(path)
 
@@ -113,17 +142,19 @@ def _is_as_made(part: nn.Module, nodes: list[fx.Node]) -> bool:
     return tuple(padding) == tuple(part.output_padding)
 
 
-def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
-    """Replace one call's operators if they read one value and give one."""
+def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node], own: Collection[str]) -> None:
+    """Replace one call's operators if they read one value, beside the module's own tensors, and
+    give one."""
     facts = (getattr, torch.ops.aten.sym_size.int)  # which a module reads off its input
     inside = set(nodes)
     given = dict.fromkeys(
         source
         for node in nodes
         for source in node.all_input_nodes
-        if source not in inside and source.op != "get_attr" and source.target not in facts
+        if source not in inside and source.target not in (*facts, *own)
     )
-    results = [n for n in nodes if any(user not in inside for user in n.users)]
+    read = [n for n in nodes if any(user not in inside for user in n.users)]
+    results = read or nodes[-1:]  # nothing reads the layer of an output that no loss takes
     marks = {(n.meta.get(NO_GRAD), n.meta.get(AUTOCAST)) for n in nodes}
     if not len(given) == len(results) == len(marks) == 1:
         return

@@ -27,7 +27,7 @@ from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.models.task import choose_logits, named_outputs
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.attention_finding import is_softmax, join_attentions
+from harness.runtime.tracing.attention_finding import join_attentions
 from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.constants import fold_constants
@@ -44,12 +44,16 @@ from harness.runtime.tracing.constructs import (
     detach,
     function_name,
 )
-from harness.runtime.tracing.dim_rules import module_of, operator_name
-from harness.runtime.tracing.export import export
+from harness.runtime.tracing.export import export, with_tensors_of
 from harness.runtime.tracing.hooks import has_own_hooks
 from harness.runtime.tracing.kept_calls import LoopError, with_large_shares
 from harness.runtime.tracing.matrix_products import join_projections, keep_dims, keep_heads
-from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
+from harness.runtime.tracing.module_calls import (
+    IN_ATTENTIONS,
+    call_modules,
+    is_own_norm,
+    plain_norm,
+)
 from harness.runtime.tracing.packing import join_packed
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
@@ -265,9 +269,11 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     finish(module.graph, module)
     fold_constants(module, examples)
     join_projections(module)
-    keep_dims(module)
+    keep_dims(module, model)
     keep_heads(module)
     join_attentions(module)
+    call_modules(module.graph, model, in_attentions=True)
+    module = with_tensors_of(model, module)
     keep_regions(module)
     _values_of(module, examples)
     return module
@@ -297,9 +303,18 @@ def _may_be_cut(node: fx.Node) -> bool:
     code = getattr(node.target, "__code__", None) if node.op == "call_function" else None
     if code is not None and "softmax" in code.co_names:
         return not str(getattr(node.target, "__module__", "")).startswith("torch.")
-    return is_softmax(node) and all(
+    part = _called(node)
+    is_softmax = function_name(node.target) in ("softmax", "scaled_dot_product_attention")
+    is_softmax = is_softmax if part is None else isinstance(part, nn.Softmax)
+    return is_softmax and all(
         _leads_to_linear(node, attribute) for attribute in ("all_input_nodes", "users")
     )
+
+
+def _called(node: fx.Node) -> nn.Module | None:
+    """The module that a node calls, if it calls one."""
+    owner = node.graph.owning_module
+    return owner.get_submodule(str(node.target)) if owner and node.op == "call_module" else None
 
 
 def _leads_to_linear(softmax: fx.Node, attribute: str) -> bool:
@@ -312,10 +327,10 @@ def _leads_to_linear(softmax: fx.Node, attribute: str) -> bool:
     waiting = [softmax]
     while waiting:
         for node in getattr(waiting.pop(), attribute):
-            part = module_of(node) if node.op == "call_module" else None
+            part = _called(node)
             if isinstance(part, nn.Linear) or function_name(node.target) in ("linear", "addmm"):
                 return True
-            is_passed = part is None or isinstance(part, nn.Identity) or operator_name(node)
+            is_passed = part is None or type(part) in (nn.Identity, *IN_ATTENTIONS)
             if is_passed and node not in seen:
                 seen.add(node)
                 waiting.append(node)

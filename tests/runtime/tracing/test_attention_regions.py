@@ -6,7 +6,7 @@ import pytest
 import torch
 from equivalence_attentions import N_TOKENS, SHAPE, Reader, Relative
 from made_graphs import small_cluster
-from nets import Heads
+from nets import Heads, held, users_task
 from torch import fx, nn
 from zoo import ZOO
 
@@ -154,6 +154,26 @@ def test_dropped_probabilities_are_part_of_the_form_of_an_attention():
 def test_an_attention_of_one_head_stays_in_pieces():
     module = trace(Heads(1), (torch.zeros(2, 5, 8),))
     assert not any(isinstance(node.target, AttentionRegion) for node in module.graph.nodes)
+
+
+class Stacked(Heads):
+    """Products of stacks of matrices; its softmax counts its dim from the first."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.softmax = nn.Softmax(dim=2)
+
+    def forward(self, x):
+        sizes = (x.shape[0], 5, 2, 4)
+        q, k, v = (part(x).view(sizes).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (each.reshape(-1, 5, 4) for each in (q, k, v))
+        made = torch.bmm(self.softmax(torch.bmm(q, k.transpose(1, 2))), v)
+        return self.out(made.view(len(x), 2, 5, 4).transpose(1, 2).reshape(len(x), 5, 8))
+
+
+def test_a_softmax_of_stacked_matrices_stays_on_their_columns():
+    nodes = held(users_task(Stacked(), (torch.zeros(2, 5, 8),))).nodes.values()
+    assert [type(node.target) for node in nodes] == [AttentionRegion]
 
 
 class Mixed(nn.Module):

@@ -20,6 +20,12 @@ class Exported(nn.Module):
         return y
 
 
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.rand(3, 2))
+
+
 @pytest.mark.parametrize(
     ("middle", "layers", "example", "function"),
     [
@@ -28,6 +34,12 @@ class Exported(nn.Module):
             [nn.EmbeddingBag(10, 4, mode="sum")],
             torch.randint(10, (2, 3)),
             "EmbeddingBag",
+        ),
+        (
+            lambda layers, x: x[:, :, None] * layers[0](layers[1].rows),
+            [nn.Linear(2, 4), Table()],
+            torch.rand(2, 3),
+            "Linear",
         ),
         (
             lambda layers, x: layers[0](x),
