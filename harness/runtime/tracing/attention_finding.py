@@ -99,9 +99,6 @@ class _HeadRules(DimRules):
         self.sections[source] = {*itertools.pairwise(edges)}
         return place + 1
 
-    def of_product(self, node: fx.Node) -> int:
-        return self.of_attention(node.all_input_nodes)
-
     def of_attention(self, operands: Sequence[fx.Node]) -> int:
         """Heads are among the first dims of stacks of matrices."""
         places = {(len(shape_of(n)), self.dims.get(n)) for n in operands}

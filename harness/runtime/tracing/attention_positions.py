@@ -250,9 +250,6 @@ class _RowRules(DimRules):
         require(all(n in self.dims for n in node.all_input_nodes))
         return rank - 2
 
-    def of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
-        return position
-
     def of_cut(self, node: fx.Node, name: str, position: int) -> int:
         size = size_of(node.all_input_nodes[0], position)
         require(name == "slice" and slice_bounds(node, size) == (0, size))

@@ -74,17 +74,17 @@ class DimRules(ABC):
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
         """The position after a view that keeps what is before the dim, found at a place."""
 
-    @abstractmethod
     def of_product(self, node: fx.Node) -> int:
-        """The position in a product of matrices."""
+        """The position in a product of matrices, by default as in `of_attention`."""
+        return self.of_attention(node.all_input_nodes)
 
     @abstractmethod
     def of_attention(self, operands: Sequence[fx.Node]) -> int:
         """The position in PyTorch's function of queries, keys and values."""
 
-    @abstractmethod
     def of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
-        """The position in an element of a division."""
+        """The position in an element of a division, by default that in the whole."""
+        return position
 
     @abstractmethod
     def of_cut(self, node: fx.Node, name: str, position: int) -> int:

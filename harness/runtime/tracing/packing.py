@@ -7,15 +7,14 @@ their lengths, and returns padded outputs, so that a strategy can cut it by samp
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from harness.runtime.models.own_loss import Call
 from harness.runtime.tracing.constructs import ConstructError
 
 # Functions that a tracer records as nodes.
@@ -64,7 +63,7 @@ def join_packed(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
     for node in list(graph.nodes):
         if node.target is not pack_padded_sequence:
             continue
-        given = _arguments(pack_padded_sequence, node)
+        given = Call(pack_padded_sequence, node.args, node.kwargs, None).arguments
         given["lengths"] = _on_device(given["lengths"])
         for call in list(node.users):
             part: Any = None
@@ -100,7 +99,7 @@ def _unpack(graph: fx.Graph, call: fx.Node, given: dict[str, Any]) -> Any:
             raise ConstructError(
                 "forward reads a packed sequence: unpack it by pad_packed_sequence"
             )
-        made = _arguments(pad_packed_sequence, pad)
+        made = Call(pad_packed_sequence, pad.args, pad.kwargs, None).arguments
         n_steps = made["total_length"]
         if n_steps is None:
             raise ConstructError(
@@ -117,12 +116,6 @@ def _unpack(graph: fx.Graph, call: fx.Node, given: dict[str, Any]) -> Any:
                 graph.erase_node(reader)
         graph.erase_node(pad)
     return n_steps
-
-
-def _arguments(function: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
-    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def _on_device(lengths: Any) -> Any:
