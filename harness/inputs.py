@@ -122,7 +122,8 @@ def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> Non
 
 def refuse_empty(words: Sequence[str]) -> None:
     """Refuse an empty word of a command line, as of a shell's variable that is not set: an empty
-    path would be the working directory."""
+    path would be the working directory. Behind `--` is the command line of another program."""
+    words = words[: words.index("--")] if "--" in words else words
     for number, (before, word) in enumerate(pairwise(("", *words)), 1):
         if not word or (word.startswith("--") and word.endswith("=")):
             name = word[:-1] or (before if before.startswith("-") else f"argument {number}")
