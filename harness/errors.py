@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -119,6 +120,8 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         interrupted: of the line after Ctrl-C.
     """
     replace_unprintable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of setup/lib.sh, during the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = command()
         flush_output()

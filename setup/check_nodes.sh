@@ -6,6 +6,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=setup/lib.sh
 source "$root/setup/lib.sh"
-python=$(find_any_python) || exit 2
-# -P: do not import from the current directory, which may have another package named harness.
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m harness.nodes "$@"
+run_module harness.nodes "$@"

@@ -32,6 +32,22 @@ find_any_python() {
         fail "needs Python 3.11 or later on this machine: run bash setup/install.sh"
 }
 
+# run_module MODULE ARGUMENTS...: replaces this shell by a program that needs only the standard library. It
+# imports from this checkout alone, regardless of the current directory, and leaves the environment of its
+# commands unchanged. While it imports, Ctrl-C ends it without a traceback.
+run_module() {
+    local python
+    python=$(find_any_python) || exit 2
+    exec "$python" -P -c '
+import _signal, sys
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not under nohup
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+import runpy
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+' "$root" "$@"
+}
+
 # Prints a hostfile's names, one per line; exits if it is malformed. The harness's parser accepts only
 # valid names, so none can pass for an option.
 host_names() {

@@ -6,12 +6,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=setup/lib.sh
 source "$root/setup/lib.sh"
-python=$(find_any_python) || exit 2
-
-# Import the module by this path only, regardless of the current directory and PYTHONPATH, and leave
-# the environment of commands on the nodes unchanged.
-exec "$python" -P -c '
-import runpy, sys
-sys.path.insert(0, sys.argv.pop(1))
-runpy.run_module("harness.virtual", run_name="__main__", alter_sys=True)
-' "$root" "$@"
+run_module harness.virtual "$@"

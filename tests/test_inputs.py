@@ -21,6 +21,7 @@ from harness.inputs import (
     parse_json,
     parse_number,
     read_file,
+    refuse_empty,
     shorten,
 )
 
@@ -143,3 +144,9 @@ def test_long_values_are_shortened():
     assert len(shorten("9" * 5000)) == 60
     assert one_line("a\nb\x1b[31m") == "a b [31m"
     assert len(one_line("x" * 5000)) == 300
+
+
+def test_an_empty_word_is_refused_unless_it_is_another_programs():
+    with pytest.raises(ConfigError, match="argument 2 has an empty value"):
+        refuse_empty(["exec", "", "--", "ls"])
+    refuse_empty(["exec", "node0", "--", "printf", "", "--to="])

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import subprocess
 
 import pytest
@@ -130,3 +131,19 @@ def test_hosts_install_through_the_proxies_and_indexes_of_here_and_no_argument_t
     arguments, installed = done.stdout.splitlines()
     assert "ecret" not in arguments
     assert installed == f"{index} http://proxy.example:3128 --no-system"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("interrupt()", -signal.SIGINT, ""),
+        ("raise SystemExit(run_command('name', interrupt))", 130, "name: interrupted\n"),
+    ],
+)
+def test_ctrl_c_shows_no_traceback_of_imports(tmp_path, line, code, said):
+    program = "import os\nfrom harness.errors import run_command\n"
+    program += "def interrupt(): os.kill(os.getpid(), 2)\n" + line
+    (tmp_path / "program.py").write_text(program)
+    start = f"source {ROOT}/setup/lib.sh; root={tmp_path}; run_module program"
+    done = completed("bash", "-c", start, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stderr) == (code, said)

@@ -108,8 +108,8 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
         Login.TIMED_OUT: (
             f"hangs: no login within the timeout{quiet}",
-            f"look for a command that waits in its ~/.bashrc, restart {name}, or at its console its "
-            "sshd: sudo systemctl restart ssh",
+            f"look for a command that waits in its ~/.bashrc, restart {name}, or at its console "
+            "its sshd: sudo systemctl restart ssh",
         ),
         Login.CLOSED: (
             f"closes the connection: {probe.login_detail}",
