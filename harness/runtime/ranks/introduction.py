@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from harness.domain.interface import Interface, choose_interface, find_namesakes
-from harness.errors import LaunchError
+from harness.errors import LaunchError, first_line
 from harness.inputs import find_number
 from harness.runtime.agent import CHECK
 from harness.runtime.agent.ended import flags_in
@@ -64,7 +64,15 @@ def introduce(
         if launch.size == 1:
             return comm
         mine = (platform.node(), list_interfaces(), environ.get("GLOO_SOCKET_IFNAME", ""))
-        gathered = comm.allgather(msgspec.json.encode(mine))
+        try:
+            gathered = comm.allgather(msgspec.json.encode(mine))
+        except RuntimeError as error:  # the base of mpi4py's, which is first imported here
+            name = "OMPI_MCA_btl_tcp_if_include"
+            remedy = f"correct {name}={environ[name]}" if name in environ else CHECK
+            raise LaunchError(
+                f"rank {launch.rank} on {mine[0]} cannot reach the other ranks by MPI "
+                f"({first_line(error)}): see the message of MPI, and {remedy}"
+            ) from None
     kind = tuple[str, list[Interface], str]
     hosts = (msgspec.json.decode(data, type=kind) for data in gathered)
     names, interfaces, requested = map(list, zip(*hosts, strict=True))

@@ -211,6 +211,17 @@ def test_a_launch_tells_of_a_torch_that_captures_no_model(caplog):
     assert "torch 2.6.0+cu124 is none of 2.9 to 3.0" in caplog.text
 
 
+def test_an_interface_by_which_mpi_reaches_nobody_is_named(monkeypatch):
+    comm = Mock(**{"allgather.side_effect": RuntimeError("MPI_ERR_INTERN")})
+    monkeypatch.setattr(introduction, "_mpi_world", lambda launch: comm)
+    launch = Launch(launcher="openmpi", rank=1, size=2, has_mpi=True)
+    wrong = {"OMPI_MCA_btl_tcp_if_include": "eth7"}
+    with pytest.raises(
+        LaunchError, match=r"rank 1 .*, and correct OMPI_MCA_btl_tcp_if_include=eth7"
+    ):
+        introduction.introduce(launch, wrong, Mock(), 1.0)
+
+
 def test_each_host_may_name_an_interface_of_its_own(monkeypatch):
     """As hosts/HOSTNAME.env does; rank 1 must not look for its own name on rank 0's host."""
     names = {"a": "eth0", "b": "eno1"}
