@@ -98,8 +98,10 @@ def _print_results(runs: list[Any], results: Path, *, has_report: bool) -> None:
             path = shlex.quote(str(results))
             drawn_by = f"python -m harness.plot {path}"
             print(f"\nresults are in {path}; {drawn_by} draws them", flush=True)
-    except OSError:  # its reader has gone (`| head`), or its disk is full
+    except OSError as error:
         errors.drop_output()
+        if not isinstance(error, BrokenPipeError):  # whose reader has read enough (`| head`)
+            _log.warning("tables cannot be written (%s): results are in %s", error, results)
 
 
 def _run_after(module: str, *words: str) -> None:

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from launching import ROOT, completed, entry
 from made_runs import header_of, local_header
 
+from harness import __main__ as program
 from harness.__main__ import _differing, _flags, _preloaded, main
 from harness.cases import Case, plan_runs
 from harness.command_line import parse_all
@@ -314,3 +317,14 @@ def test_ranks_without_mpi_compare_their_flags_when_they_have_met(tmp_path):
     assert f"error: {said}: start all with the same flags\n" in first.stderr
     assert (second.returncode, second.stderr) == (0, "")
     assert not (tmp_path / "results").exists()
+
+
+def test_tables_that_find_no_room_are_missed_aloud_but_not_those_that_nobody_reads(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(program.errors, "drop_output", lambda: None)
+    for error in (BrokenPipeError(), OSError(28, "No space left on device")):
+        monkeypatch.setattr(program, "_print_tables", Mock(side_effect=error))
+        program._print_results([], Path("r"), has_report=True)
+    (said,) = caplog.messages
+    assert said.endswith("No space left on device): results are in r")
