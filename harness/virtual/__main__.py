@@ -58,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kind",
         choices=lifecycle.KINDS,
         required=True,
-        help="off: link down, all processes ended; wrong-key: another host key; hang: sshd "
-        "stopped; cut: link down; freeze: all processes stopped; slow: a third of the CPU quota; "
-        "heal: as built",
+        help="off: link down, all processes ended; wrong-key: all processes ended, then an sshd "
+        "with another host key; hang: sshd stopped; cut: link down; freeze: all processes stopped; "
+        "slow: a third of the CPU quota; heal: as built",
     )
     return parser
 
