@@ -22,7 +22,8 @@ BATCH, N_EPOCHS, MAX_NORM, EMA_DECAY = 6, 3, 0.5, 0.9
 
 
 class Words(nn.Module):
-    """A class for each word; its input is a keyword, so that the harness wraps it."""
+    """A class for each word, and extra state; its input is a keyword, so that the harness wraps
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +32,12 @@ class Words(nn.Module):
 
     def forward(self, *, words: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": self.last(torch.relu(self.inner(self.table(words))))}
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(2)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert state == 2
 
 
 def make_model(seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:

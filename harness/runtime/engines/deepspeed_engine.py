@@ -240,7 +240,9 @@ class DeepSpeedEngine:
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         with self.whole_model() as model:
             state: dict[str, Tensor] = model.state_dict()
-            return state if self._is_whole else {k: v.clone() for k, v in state.items()}
+            if self._is_whole:
+                return state
+            return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         raise ConfigError("DeepSpeed keeps no averages by parameter: use another engine")

@@ -5,6 +5,7 @@ Samples are recorded between the steps, outside their spans.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ from harness.workloads.train.table import train_text
 
 if TYPE_CHECKING:
     from harness.workloads.train.changes import StrategyChanges
+
+_log = logging.getLogger(__name__)
 
 
 class TrainLoop:
@@ -239,10 +242,13 @@ def _save_model(training: Training, context: Context, state: dict[str, Tensor], 
 
     if context.world.is_first:
         # Copy tensors with several names (tied weights): safetensors refuses shared memory.
-        whole = {
-            name.removeprefix(training.prefix): tensor.detach().cpu().contiguous()
-            for name, tensor in state.items()
-        }
+        named = {name.removeprefix(training.prefix): value for name, value in state.items()}
+        whole = {n: x.detach().cpu().contiguous() for n, x in named.items() if torch.is_tensor(x)}
+        if others := sorted(named.keys() - whole.keys()):
+            _log.warning(
+                "%s.safetensors leaves out %s, because it holds tensors alone: load it by "
+                "load_state_dict(..., strict=False)", file, ", ".join(others),
+            )  # fmt: skip
         first = {tensor.data_ptr(): name for name, tensor in reversed(whole.items())}
         for name, tensor in whole.items():
             if first[tensor.data_ptr()] != name:

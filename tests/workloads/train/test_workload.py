@@ -337,10 +337,11 @@ class ModelOnly:
     def model_state(self, *, is_for_first):
         weight = torch.arange(6.0).reshape(2, 3)
         named = {"encoder.weight": weight, "decoder.weight": weight, "model.bias": torch.ones(2)}
+        named["model._extra_state"] = {"version": 2}
         return {f"model.{name}": tensor for name, tensor in named.items()}
 
 
-def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(tmp_path):
+def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(tmp_path, caplog):
     context = SimpleNamespace(world=SimpleNamespace(is_first=True), run_dir=tmp_path)
     _save(TrainCase(save_model=True), SimpleNamespace(engine=ModelOnly(), prefix="model."), context)
     found = load_file(tmp_path / "model.safetensors")
@@ -349,6 +350,7 @@ def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(t
     }  # fmt: skip
     assert torch.equal(found["decoder.weight"], found["encoder.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert "model.safetensors leaves out model._extra_state, because" in caplog.text
 
 
 class Alone(torch.nn.Linear):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError
@@ -77,7 +78,11 @@ class StateGatherer:
         first = [name for name, _ in parameters if names[name] == name]
         # The optimizer's numbers of parameters count all of the model, whatever its groups.
         self.numbers = {name: number for number, name in enumerate(first)}
-        state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
+        whole = model.state_dict()
+        state = {n: t.detach() for n, t in whole.items() if n in names}
+        # What `get_extra_state` of modules gives, which no graph changes.
+        self._extra = {n: x for n, x in whole.items() if n.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+        self._order = [n for n in whole if n in state or n in self._extra]
         # The names of a state, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}
         # Capture lists tensors in the order of their use, so another of their names may be first.
@@ -125,7 +130,7 @@ class StateGatherer:
         return found
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers by all their names, in the order of the model."""
+        """Parameters, buffers and extra state by all their names, in the order of the model."""
         return self._named(self.whole(self._model_parts(), is_for_first=is_for_first))
 
     def averaged_state(
@@ -139,7 +144,8 @@ class StateGatherer:
 
     def _named(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         known = {**self._unused, **whole}
-        return {name: known[first] for name, first in self.names.items()} if whole else {}
+        found = {name: known[first] for name, first in self.names.items()} if whole else {}
+        return {n: found[n] if n in found else self._extra[n] for n in self._order if found}
 
     def _model_parts(self, *, is_of_replica: bool = False) -> dict[WeightSlice, Tensor]:
         """This rank's slices of the model's state.
