@@ -101,6 +101,50 @@ def random_request(seed: int, *, n_ops: int, n_devices: int) -> PlanRequest:
     )
 
 
+def random_chain(seed: int, *, n_layers: int, n_nodes: int) -> PlanRequest:
+    """Layers in a row, on nodes of one device each, of unlike speeds and NICs."""
+    rng = random.Random(seed)
+    kinds = [f"device of node {k}" for k in range(n_nodes)]
+    speeds = [rng.uniform(0.25, 1) for _ in kinds]
+    operators = [Operator(name="x", kind="input", shape={"sample": 32, "feature": 64})]
+    points = []
+    for k in range(n_layers):
+        layer = Operator(
+            name=f"fc{k}",
+            kind="linear",
+            inputs=[operators[-1].name],
+            shape={"sample": 32, "feature": rng.choice([64, 256, 1024, 4096])},
+            parameter_bytes=rng.choice([40_000, 400_000, 4_000_000]),
+            attrs={"in_features": 64},
+        )
+        operators.append(layer)
+        forward_s = rng.uniform(0.5e-3, 2e-3)
+        points += [
+            Measurement(
+                device_kind=kind,
+                operator=layer.name,
+                shape=layer.shape,
+                forward_s=forward_s / speed,
+                backward_s=2 * forward_s / speed,
+            )
+            for kind, speed in zip(kinds, speeds, strict=True)
+        ]
+    nodes = [
+        Node(
+            name=f"n{k}",
+            devices=[Device(name=f"n{k}:0", kind=kind, memory_bytes=2**30)],
+            nic_bytes_per_s=rng.choice([1.25e7, 1.25e8, 1.25e8, 1.25e9]),
+        )
+        for k, kind in enumerate(kinds)
+    ]
+    return PlanRequest(
+        graph=Graph(name="chain", operators=operators, batch=32),
+        profile=Profile(model="chain", measurements=points),
+        cluster=Cluster(nodes=nodes, links=[]),
+        batch=32,
+    )
+
+
 def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
     """The minimum step of all strategies without microbatches, and the number of strategies.
 

@@ -8,10 +8,12 @@ derivations get only records whose numbers and labels are within bounds.
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,8 @@ from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.inputs import MOST_FILE_BYTES, find_int, one_line, open_regular, parse_json
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, find_dead_writer
 from harness.measure.rank_records import MAX_RANKS, Records, read_records
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_LINE = 10_000  # of a reason
 
@@ -240,7 +244,8 @@ def read_header(run_dir: Path) -> RunHeader:
 
 
 def headers_in(results: Path, pattern: str = "*") -> Iterator[tuple[Path, RunHeader]]:
-    """The runs in a directory of results with their headers; other entries are left out.
+    """The runs in a directory of results with their headers; other entries are left out, a header
+    that cannot be read with a warning.
 
     Args:
         pattern: of the runs' names.
@@ -248,9 +253,17 @@ def headers_in(results: Path, pattern: str = "*") -> Iterator[tuple[Path, RunHea
     for path in results.glob(pattern):
         try:
             header = read_header(path)
-        except ResultsError:
+        except ResultsError as error:
+            if (path / HEADER_FILE).exists():
+                _warn(f"left out: {error}")
             continue
         yield path, header
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once in a process."""
+    _log.warning(message)
 
 
 def _decode_header(data: bytes, source: str) -> RunHeader:

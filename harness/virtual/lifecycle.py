@@ -167,9 +167,10 @@ def inject(place: State, name: str, kind: Kind) -> None:
     """Heal a node, then put it into a condition. The caller holds the lock.
 
     off: link down and all processes killed. wrong-key: all processes killed, and an sshd with a
-    host key that other nodes do not know. hang: the sshd is stopped, so TCP connects without an answer.
-    cut: link down, processes go on. freeze: all processes stopped, as if the kernel hangs. slow: a
-    third of the CPU quota. heal: as built; after cut, freeze and slow the processes continue.
+    host key that other nodes do not know. hang: the sshd is stopped, so TCP connects without an
+    answer. cut: link down, processes go on. freeze: all processes stopped, as if the kernel hangs.
+    slow: a third of the CPU quota. heal: as built; after cut, freeze and slow the processes
+    continue.
 
     Raises:
         ConfigError: the node is to become slow and has no CPU quota.
