@@ -128,13 +128,14 @@ class _Comparison:
     def _call_model(self, batch: Batch) -> Any:
         self._outputs = None
         with self._precision.autocast():
-            self._outputs = self._task.model(*batch.inputs)
+            # Copies, because a forward may alter its inputs in place.
+            self._outputs = self._task.model(*batch.each(torch.clone).inputs)
         return self._outputs
 
     def _call_graph(self, batch: Batch) -> Any:
         run = OperatorRun(self._captured, self._meta, len(batch.targets))
         with self._precision.autocast():
-            return run.run(*batch.inputs)
+            return run.run(*batch.each(torch.clone).inputs)
 
     def _of_graph(self, kind: str) -> dict[str, Tensor]:
         """The graph's tensors by the model's names; an export has copies of those it uses."""

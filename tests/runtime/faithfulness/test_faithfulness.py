@@ -235,6 +235,15 @@ def test_outputs_of_a_loss_of_its_own_are_not_blamed_for_an_error():
         held(task, 8)
 
 
+class ScaledInPlace(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def test_a_forward_that_alters_its_inputs_is_held():
+    held(users_task(ScaledInPlace(3, 4), torch.rand(2, 3)), 8)
+
+
 def test_the_length_of_a_cache_is_no_count():
     def prepare(made):
         made.length, made.table = 0, torch.zeros(WIDTH)
