@@ -9,7 +9,7 @@ with Trainer(make_model, strategy="strategy.json", optimizer=make_optimizer) as 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +24,12 @@ from harness.domain.reduce_dtype import ReduceDtype
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
-from harness.plan.formats.detect import load_strategy_file
+from harness.plan.formats.detect import as_strategy
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import load_batches
-from harness.runtime.data.agreement import check_same
+from harness.runtime.data.agreement import GivenData
 from harness.runtime.data.batch import Batch, BatchPlan
-from harness.runtime.data.own import OwnData, PaddedData
+from harness.runtime.data.own import PaddedData
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import (
@@ -43,6 +43,7 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.groups import OptimizerGroups
+from harness.runtime.executor.state.plain import PlainState
 from harness.runtime.executor.state.shard import replace_state
 from harness.runtime.faithfulness.comparison import evaluates_alike, hold_alike
 from harness.runtime.models.factory import task_of_program
@@ -150,7 +151,7 @@ class Trainer:
         self._world = world = World.of_program(device)
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
-        self.strategy = broadcast_result(lambda: _read_strategy(strategy), Strategy, world)
+        self.strategy = broadcast_result(lambda: as_strategy(strategy), Strategy, world)
         if isinstance(model, nn.Module) or not callable(model):
             task = task_of_program(model, example)
         else:
@@ -158,8 +159,6 @@ class Trainer:
             task = build_on_host(lambda: task_of_program(model(), example), world)
         check_alike(task.model, world)
         self._task, self._seed, self._is_averaging = task, seed, ema_decay is not None
-        self._data: dict[str, tuple[Any, OwnData]] = {}  # that was given last, by its use
-        self._uses: set[str] = set()
 
         def make(named: NamedParameters) -> Optimizer:
             self._names = {p: name.removeprefix(task.prefix) for name, p in named}
@@ -189,9 +188,11 @@ class Trainer:
         engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
         self._open_engine: ExecutorEngine | None = engine
         self.samples: Sequence[int] = engine.samples
+        self._data = GivenData(task, seed, world, engine.readers)
         counts = samples_per_device(self.strategy, LOSS)
         self._n_replica = sum(counts.get(rank, 0) for rank in engine.replica)
         self._held = self._engine.held_state()
+        self._plain = PlainState(self._held.gatherer, optimizer, task.prefix)
         self.optimizer, self.grad_norm = self._held.optimizer, engine.grad_norm
 
     def __enter__(self) -> Self:
@@ -211,22 +212,6 @@ class Trainer:
             )
         return self._open_engine
 
-    def _opened(self, use: str, data: Any) -> OwnData:
-        """Data for batches or evaluation; kept, because it remembers how many targets count. All
-        ranks compare the first, and not each part of a stream, for which they would wait."""
-        is_first = use not in self._uses
-
-        def open_it() -> None:
-            if use not in self._data or self._data[use][0] is not data:
-                self._data[use] = data, OwnData("the data", data, self._task, self._seed)
-
-        raise_on_all_ranks(open_it, self._world) if is_first else open_it()
-        own = self._data[use][1]
-        if is_first:
-            check_same("the data", own, self._world, self._engine.readers)
-            self._uses.add(use)
-        return own
-
     def batches(
         self, data: Any, *, epoch: int = 0, shuffle: bool = True, n_workers: int = 0
     ) -> Iterator[RankBatch]:
@@ -244,7 +229,7 @@ class Trainer:
                 between ranks.
             ConfigError: the Trainer is closed, or `epoch` is no number.
         """
-        own, batch = self._opened("batches", data), self.strategy.batch
+        own, batch = self._data.opened("batches", data), self.strategy.batch
         samples = tuple(self._engine.samples)
         plan = BatchPlan(
             n_samples=len(own), shares=(batch,), positions=(samples,),
@@ -299,7 +284,7 @@ class Trainer:
         """
         engine = self._engine
         raise_on_all_ranks(self._check_evaluation, self._world)
-        own, batch = self._opened("evaluate", data), self.strategy.batch
+        own, batch = self._data.opened("evaluate", data), self.strategy.batch
         n_samples = len(own) - (len(own) % batch if self._is_mixing else 0)
         padded = PaddedData(own, n_samples, batch)
         plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(tuple(engine.samples),))
@@ -327,7 +312,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state on every rank, in host memory, by the model's own names."""
-        return self._own_names(self._engine.model_state())
+        return self._plain.own_names(self._engine.model_state())
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The same with the moving averages of the trained parameters.
@@ -337,7 +322,25 @@ class Trainer:
         """
         if not self._is_averaging:
             raise ConfigError("this Trainer keeps no averages: give it an ema_decay, such as 0.999")
-        return self._own_names(self._engine.averaged_state())
+        return self._plain.own_names(self._engine.averaged_state())
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state on every rank, in host memory, as a plain program has it: of
+        the optimizer that the factory makes of the model's `named_parameters()`.
+
+        Raises:
+            ConfigError: the optimizer's state of a cut parameter cannot be cut likewise.
+        """
+        return self._plain.of_optimizer(self.optimizer, self._groups())
+
+    def load_state_dict(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+        """Go on from the states of a plain program, which all ranks give: of the whole model, and
+        of the optimizer as `optimizer_state_dict` gives it.
+
+        Raises:
+            ConfigError: the states are of another model, optimizer or groups.
+        """
+        self._load(lambda: self._plain.read(model, optimizer, self.optimizer))
 
     def save(self, directory: Path | str) -> None:
         """Write model, optimizer and its groups, each rank its slices, for any strategy and number
@@ -348,8 +351,7 @@ class Trainer:
                 values that no file holds.
             ResultsError: a file cannot be written.
         """
-        names = self._names if self._held.owners.own else {}
-        groups = OptimizerGroups.gathered(self.optimizer, names, self._world)
+        groups = self._groups()
         run = broadcast_result(lambda: uuid.uuid4().hex, str, self._world)
 
         def write(staged: Path) -> None:
@@ -368,14 +370,24 @@ class Trainer:
         """
         path, world = Path(directory), self._world
         groups = broadcast_result(lambda: OptimizerGroups.read(path), OptimizerGroups | None, world)
+        self._load(lambda: (groups, open_sharded(path)))
+
+    def _groups(self) -> OptimizerGroups:
+        names = self._names if self._held.owners.own else {}
+        return OptimizerGroups.gathered(self.optimizer, names, self._world)
+
+    def _load(self, open_both: Callable[[], tuple[OptimizerGroups | None, dict[str, Any]]]) -> None:
+        opened: list[OptimizerGroups] = []
 
         def open_state() -> dict[str, Any]:
+            groups, state = open_both()
             if groups is not None:
                 groups.check(self.optimizer, self._names)
-            return open_sharded(path)
+                opened.append(groups)
+            return state
 
         self._engine.load_full_state(open_state)
-        if groups is not None:
+        for groups in opened:
             groups.give(self.optimizer, self._names)
 
     def close(self) -> None:
@@ -385,16 +397,3 @@ class Trainer:
             wait_to_close(self._world, self._held.random.step)
             self._open_engine.close()
             self._open_engine = None
-
-    def _own_names(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
-
-
-def _read_strategy(given: Strategy | Path | str) -> Strategy:
-    if isinstance(given, Path | str):
-        return load_strategy_file(Path(given))
-    if isinstance(given, Strategy):
-        return given
-    raise StrategyError(
-        f"strategy is a {type(given).__name__}: give its file's path, or the Strategy itself"
-    )

@@ -55,8 +55,9 @@ def loss_of(model, samples):
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def train_plainly():
-    """The losses, the state, the averaged state and the loss of all samples of plain PyTorch."""
+def train_plainly(until=N_EPOCHS):
+    """The losses, the state, the averaged state, the loss of all samples and the optimizer's state
+    of plain PyTorch."""
     model, _ = make_model()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
@@ -66,7 +67,7 @@ def train_plainly():
     scheduler, data = make_scheduler(optimizer), make_data()
     plan = BatchPlan(n_samples=len(data), shares=(BATCH,), positions=((),), is_shuffled=True)
     losses = []
-    for step in range(N_EPOCHS * plan.n_steps_per_epoch):
+    for step in range(until * plan.n_steps_per_epoch):
         loss = loss_of(model, [data[k] for k in plan.global_indices(step)])
         optimizer.zero_grad()
         loss.backward()
@@ -76,7 +77,8 @@ def train_plainly():
         losses += [loss.item(), norm.item()]
         if step % plan.n_steps_per_epoch == plan.n_steps_per_epoch - 1:
             scheduler.step()
-    return losses, model.state_dict(), average.module.state_dict(), loss_of(model, data).item()
+    states = model.state_dict(), average.module.state_dict()
+    return losses, *states, loss_of(model, data).item(), optimizer.state_dict()
 
 
 def test_strategies_train_what_plain_pytorch_does(tmp_path):
@@ -91,15 +93,26 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
     context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
     directory, file = str(tmp_path), str(tmp_path / "strategy.json")
     start_and_join(context, train_and_change, N_RANKS, directory, file, after)
-    wanted_losses, wanted, wanted_average, wanted_evaluation = train_plainly()
+    wanted_losses, wanted, wanted_average, wanted_evaluation, _ = train_plainly()
+    _, wanted_model, *_, wanted_optimizer = train_plainly(until=2)
     for rank in range(N_RANKS):
-        losses, results, refusals, files = torch.load(tmp_path / f"result{rank}")
+        losses, results, refusals, files, plain, loaded = torch.load(tmp_path / f"result{rank}")
         state, average, evaluation = results
         assert losses == pytest.approx(wanted_losses, rel=1e-12)
         assert list(state) == list(average) == list(wanted)
         torch.testing.assert_close(state, dict(wanted), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(average, dict(wanted_average), rtol=1e-10, atol=1e-12)
         assert evaluation == pytest.approx(wanted_evaluation, rel=1e-7)  # a loss is in fp32
+        model, optimizer = plain
+        torch.testing.assert_close(model, dict(wanted_model), rtol=1e-10, atol=1e-12)
+        assert optimizer["param_groups"] == wanted_optimizer["param_groups"]
+        torch.testing.assert_close(optimizer, wanted_optimizer, rtol=1e-10, atol=1e-12)
+        make_optimizer(list(make_model()[0].named_parameters())).load_state_dict(optimizer)
+        is_equal, loaded_optimizer = loaded
+        assert is_equal
+        torch.testing.assert_close(loaded_optimizer, optimizer, rtol=0, atol=0)
+        assert "state has groups of [1] parameters, the optimizer" in refusals["other groups"]
+        assert "is no state_dict() of a torch optimizer" in refusals["no state"]
         assert "a batch of this Trainer, got a Tensor: give" in refusals["wrong batch"]
         assert "a batch of this Trainer, got one of another: give" in refusals["another's batch"]
         assert "has 15 samples on rank 0 and 14 on rank 2: give" in refusals["unequal data"]

@@ -131,6 +131,7 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
         train(first, epoch)
         scheduler.step()
     first.save(f"{directory}/saved")
+    plain = first.state_dict(), first.optimizer_state_dict()
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
     refusals |= {"unequal data": unequal_data, "other data": other_data}
     wrong = [{"words": 1}] if rank == 1 else data
@@ -163,6 +164,15 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     second.close()
     refusals["closed"] = _refused(lambda: second.step(batch))
 
+    third = Trainer(lambda: make_model(8), strategy=after, optimizer=make_optimizer)
+    one_group = {**plain[1], "param_groups": plain[1]["param_groups"][:1]}
+    refusals["other groups"] = _refused(lambda: third.load_state_dict(plain[0], one_group))
+    refusals["no state"] = _refused(lambda: third.load_state_dict(plain[0], plain[0]))
+    third.load_state_dict(*plain)
+    is_equal = all(torch.equal(plain[0][name], x) for name, x in third.state_dict().items())
+    loaded = is_equal, third.optimizer_state_dict()
+    third.close()
+
     other = make(after, optimizer=torch.optim.RMSprop)
     refusals["another's batch"] = _refused(lambda: other.step(batch))
     refusals["other optimizer"] = _refused(lambda: other.load(f"{directory}/saved"))
@@ -173,7 +183,8 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["factors"] = _refused(lambda: whole.save(f"{directory}/factors"))
     whole.close()
     refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
-    torch.save((losses, results, refusals, files), Path(directory, f"result{rank}"))
+    found = losses, results, refusals, files, plain, loaded
+    torch.save(found, Path(directory, f"result{rank}"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -229,3 +229,18 @@ def _needed(graph: Graph | None, what: str) -> Graph:
     if graph is None:
         raise ConfigError(f"{what} needs --graph FILE, the graph that the strategy is for")
     return graph
+
+
+def as_strategy(given: Strategy | Path | str) -> Strategy:
+    """The strategy that a program gives, or that of its file; errors as for `load_strategy_file`.
+
+    Raises:
+        StrategyError: it is neither.
+    """
+    if isinstance(given, Path | str):
+        return load_strategy_file(Path(given))
+    if isinstance(given, Strategy):
+        return given
+    raise StrategyError(
+        f"strategy is a {type(given).__name__}: give its file's path, or the Strategy itself"
+    )

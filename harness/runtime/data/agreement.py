@@ -12,6 +12,7 @@ from harness.errors import DataError
 from harness.runtime.data.batch import BatchedData, Readers
 from harness.runtime.data.own import OwnData
 from harness.runtime.engines.replicas import fingerprint_of
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_numbers, gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
@@ -19,6 +20,37 @@ from harness.runtime.ranks.world import World
 _N_READINGS = 6
 # Of readings that change one time in ten, this many pairs show a change in 99.8 % of cases.
 _N_READ_TWICE = 32
+
+
+class GivenData:
+    """The data that a program gives for a use, such as training, opened once.
+
+    The last data of each use are kept, because they remember how many targets count. All ranks
+    compare the first, and not each part of a stream, for which they would wait.
+    """
+
+    def __init__(self, task: Task, seed: int, world: World, readers: Readers) -> None:
+        self._task, self._seed, self._world, self._readers = task, seed, world, readers
+        self._last: dict[str, tuple[Any, OwnData]] = {}
+
+    def opened(self, use: str, data: Any) -> OwnData:
+        """Raises DataError: samples do not fit the model, or ranks have other data."""
+        is_first = use not in self._last
+
+        def open_it() -> None:
+            if is_first or self._last[use][0] is not data:
+                self._last[use] = data, OwnData("the data", data, self._task, self._seed)
+
+        if not is_first:
+            open_it()
+            return self._last[use][1]
+        try:
+            raise_on_all_ranks(open_it, self._world)
+            check_same("the data", self._last[use][1], self._world, self._readers)
+        except DataError:
+            self._last.pop(use, None)
+            raise
+        return self._last[use][1]
 
 
 def check_same(name: str, data: BatchedData, world: World, readers: Readers = ()) -> None:

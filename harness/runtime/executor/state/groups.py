@@ -43,11 +43,7 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
         """
         own: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups if names else []:
-            values = {
-                key: value.item() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key not in _NOT_SAVED
-            }
+            values = saved_values(group)
             own |= {names[parameter]: values for parameter in group["params"]}
         groups = {name: v for found in gather_objects(world, own) for name, v in found.items()}
         for name, values in groups.items():
@@ -100,6 +96,15 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
                         group[key].fill_(value)
                     else:
                         group[key] = value
+
+
+def saved_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group's values those that a state keeps."""
+    return {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in _NOT_SAVED
+    }
 
 
 def _check_values(name: str, values: Mapping[str, Any]) -> None:

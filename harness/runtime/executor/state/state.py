@@ -8,6 +8,7 @@ in parts (`shard`, `files`).
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.averages import ReplicaAverages
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
-from harness.runtime.ranks.gather import gather_objects
+from harness.runtime.ranks.gather import gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.world import World
 from harness.runtime.tracing.constructs import FOLDED
 
@@ -165,6 +166,32 @@ class StateGatherer:
                 if not is_cut:
                     _check_uncut(key, value, piece, self._shapes[piece.name])
                 yield StatePart(key, piece, value, is_cut)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of each parameter, by its first name, on every rank in host
+        memory; of averaged replicas the first one's. All ranks must call it.
+
+        Raises:
+            ConfigError: the state of a cut parameter cannot be cut likewise.
+        """
+        parts: list[StatePart] = []
+        raise_on_all_ranks(lambda: parts.extend(self._optimizer_parts(optimizer)), self._world)
+        parts = [part for part in parts if part.key != AVERAGE]
+        uncut = [(self._model_name(x.piece), x.key, x.value) for x in parts if not x.is_cut]
+        found: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, key, value in (one for own in gather_objects(self._world, uncut) for one in own):
+            found[name].setdefault(key, value.cpu() if isinstance(value, Tensor) else value)
+        cut = gather_objects(self._world, sorted({part.key for part in parts if part.is_cut}))
+        for key in sorted({key for own in cut for key in own}):
+            own = {part.piece: part.value for part in parts if part.is_cut and part.key == key}
+            for name, tensor in self.whole(own).items():
+                found[name][key] = tensor
+        return found
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The shape of each parameter, by its first name, in the order of the model."""
+        shapes = self.model_shapes()
+        return {name: shapes[name] for name in self.numbers}
 
     def rank_parts(
         self, optimizer: Optimizer, *, has_copies: bool = False
