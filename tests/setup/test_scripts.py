@@ -145,5 +145,6 @@ def test_ctrl_c_shows_no_traceback_of_imports(tmp_path, line, code, said):
     program += "def interrupt(): os.kill(os.getpid(), 2)\n" + line
     (tmp_path / "program.py").write_text(program)
     start = f"source {ROOT}/setup/lib.sh; root={tmp_path}; run_module program"
-    done = completed("bash", "-c", start, PYTHONPATH=str(ROOT))
+    # A job in the background of a script ignores Ctrl-C.
+    done = completed("env", "--default-signal=INT", "bash", "-c", start, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (code, said)

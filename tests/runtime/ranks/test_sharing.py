@@ -2,11 +2,10 @@
 
 import multiprocessing
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.control import Control
@@ -28,10 +27,10 @@ def collect(control):
 def ranks(tmp_path, monkeypatch):
     """Call a function on four ranks, each in a directory of its own; returns what they return.
 
-    They are forks, which import nothing.
+    They are forks, which import nothing. A TCPStore would have a thread, beside which a fork may
+    never get a lock.
     """
     monkeypatch.setattr(sharing, "_BLOCK_BYTES", 1000)
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [tmp_path / f"rank{rank}" for rank in range(4)]
     for place in places:
         place.mkdir()
@@ -40,9 +39,7 @@ def ranks(tmp_path, monkeypatch):
 
     def start(act, rank):
         os.chdir(places[rank])
-        wait = timedelta(seconds=60)
-        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=wait)
-        control = Control(store, rank, 4)
+        control = Control(FileStore(str(tmp_path / "store"), 4), rank, 4)
         results.put((rank, act(control)))
         control.leave()
 
@@ -52,6 +49,7 @@ def ranks(tmp_path, monkeypatch):
             process.start()
         for process in processes:
             process.join(120)
+            process.kill()
         assert [process.exitcode for process in processes] == [0] * 4
         found = dict(results.get() for _ in processes)
         return [found[rank] for rank in range(4)]

@@ -320,8 +320,7 @@ def test_a_plan_is_kept_and_predicted_by_the_present_calibration(name):
     assert slower.calibrations == {"test device, 12 samples": 3.0}
     assert made.step_s < slower.step_s < 4 * made.step_s
     assert slower.method == made.method
-    # An asynchronous step is never that of a search.
-    assert slower.search_s == (None if name == "asynchronous" else 45.0)
+    assert slower.search_s == 45.0
 
 
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured():
