@@ -1,4 +1,4 @@
-"""The default planner: standard strategies, exact programmes, MCMC and descent under the simulator.
+"""The default planner: standard strategies, exact programs, MCMC and descent under the simulator.
 
 Every search judges by the same simulator, and the best plan of all is returned, so
 that the result is never worse than the best standard strategy. Equal requests give equal plans,
