@@ -1,6 +1,6 @@
 """Pipelines on unlike devices and links: the best by a dynamic program, judged by the simulator.
 
-The program (`stage_chains.py`) is exact for an estimate of the step. The best pipelines are then
+The program (`stage_chains.py`) goes by an estimate of the step. The best pipelines are then
 simulated, with what the estimate leaves out: contention, memory, schedules, skips. Every ordered
 choice of groups of devices is tried where there are few enough, with devices that are nearly
 alike taken for each other; elsewhere groups are neighbours in a few orders of the devices (by
