@@ -32,24 +32,21 @@ class GivenData:
     def __init__(self, task: Task, seed: int, world: World, readers: Readers) -> None:
         self._task, self._seed, self._world, self._readers = task, seed, world, readers
         self._last: dict[str, tuple[Any, OwnData]] = {}
+        self._compared: set[str] = set()
 
     def opened(self, use: str, data: Any) -> OwnData:
         """Raises DataError: samples do not fit the model, or ranks have other data."""
-        is_first = use not in self._last
 
         def open_it() -> None:
-            if is_first or self._last[use][0] is not data:
+            if use not in self._last or self._last[use][0] is not data:
                 self._last[use] = data, OwnData("the data", data, self._task, self._seed)
 
-        if not is_first:
+        if use in self._compared:
             open_it()
-            return self._last[use][1]
-        try:
+        else:
             raise_on_all_ranks(open_it, self._world)
             check_same("the data", self._last[use][1], self._world, self._readers)
-        except DataError:
-            self._last.pop(use, None)
-            raise
+            self._compared.add(use)
         return self._last[use][1]
 
 
