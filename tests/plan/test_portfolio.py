@@ -195,6 +195,15 @@ def test_interleaved_stages_find_the_order_of_unlike_devices(order):
     assert objective.best.step_s == pytest.approx(min(of_order))
 
 
+@pytest.mark.parametrize("budget", [40, 100])
+def test_a_search_on_unlike_devices_keeps_its_budget(budget):
+    graph, profile = layers(12, batch=32)
+    cluster = unlike_cluster((1.0, 0.7, 0.5, 0.3, 0.2))
+    found = search_portfolio(request_of(graph, profile, cluster, budget=budget))
+    judged = found.objective.n_proposals - len(found.standards)
+    assert judged <= budget + 8  # each of some chains judges its start
+
+
 def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():
     graph, profile = layers(2)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=256.0, memory_bytes=GB)

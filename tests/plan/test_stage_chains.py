@@ -9,7 +9,7 @@ import pytest
 from harness.plan.search.stage_chains import (
     Links,
     Pipeline,
-    Segments,
+    StageCosts,
     best_pipelines,
     chains_along,
     chains_of_classes,
@@ -32,10 +32,10 @@ def random_case(seed, chains, n_devices):
     sync_s = several[:, None, None] * (weights - weights[:, None])
     sent, returned = draw.uniform(0, 2, (2, N_SEGMENTS + 1, N_SEGMENTS + 1))
     links = Links(*draw.uniform(0.1, 1.0, (2, n_devices, n_devices)))
-    return Segments(stage_s, sync_s, sent, returned), links
+    return StageCosts(stage_s, sync_s, sent, returned), links
 
 
-def bound_s(pipeline, chains, segments, links):
+def bound_s(pipeline, chains, costs, links):
     """The estimate of a step, stage by stage."""
     m, reached, bound, start, before = N_MICROBATCHES, 0.0, 0.0, 0, None
     of_stage = 0
@@ -43,16 +43,14 @@ def bound_s(pipeline, chains, segments, links):
         there = back = 0.0
         if before is not None:
             lanes = min(len(before), len(group))
-            sent, returned = (
-                a[of_stage, start] / lanes for a in (segments.sent, segments.returned)
-            )
+            sent, returned = (a[of_stage, start] / lanes for a in (costs.sent, costs.returned))
             pairs = list(itertools.product(before, group))
             there = min(links.latency_s[p, q] + sent / links.rate[p, q] for p, q in pairs)
             back = min(links.latency_s[q, p] + returned / links.rate[q, p] for p, q in pairs)
         bound = max(bound, reached + m * max(there, back))
         reached += there + back
-        own = segments.stage_s[chains.groups.index(group), start, end]
-        sync = segments.sync_s[chains.groups.index(group), start, end]
+        own = costs.stage_s[chains.groups.index(group), start, end]
+        sync = costs.sync_s[chains.groups.index(group), start, end]
         bound = max(bound, m * own + max(reached, reached / 3 + sync - 2 / 3 * own))
         reached += own
         of_stage, start, before = start, end, group
@@ -71,18 +69,18 @@ def every_pipeline(groups):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_program_finds_the_pipeline_with_the_least_bound(seed):
     chains = chains_of_classes(((0,), (1,), (2,)), 3)
-    segments, links = random_case(seed, chains, 3)
+    costs, links = random_case(seed, chains, 3)
     found = best_pipelines(
-        chains, segments, links, n_microbatches=N_MICROBATCHES, limit_s=math.inf, n_each=2,
+        chains, costs, links, n_microbatches=N_MICROBATCHES, limit_s=math.inf, n_each=2,
         is_over=lambda: False,
     )  # fmt: skip
     for pipeline in found:
-        assert pipeline.bound_s == pytest.approx(bound_s(pipeline, chains, segments, links))
-    least = min(bound_s(p, chains, segments, links) for p in every_pipeline(chains.groups))
+        assert pipeline.bound_s == pytest.approx(bound_s(pipeline, chains, costs, links))
+    least = min(bound_s(p, chains, costs, links) for p in every_pipeline(chains.groups))
     assert min(p.bound_s for p in found) == pytest.approx(least)
     limit_s = 1.1 * least
     again = best_pipelines(
-        chains, segments, links, n_microbatches=N_MICROBATCHES, limit_s=limit_s, n_each=2,
+        chains, costs, links, n_microbatches=N_MICROBATCHES, limit_s=limit_s, n_each=2,
         is_over=lambda: False,
     )  # fmt: skip
     assert min(p.bound_s for p in again) == pytest.approx(least)

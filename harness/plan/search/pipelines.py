@@ -31,7 +31,7 @@ from harness.plan.search.stage_chains import (
     GroupChains,
     Links,
     Pipeline,
-    Segments,
+    StageCosts,
     best_pipelines,
     chain_of,
     chains_along,
@@ -50,7 +50,7 @@ MOST_SIZES = 24  # of all-reduces that are priced for a group; interpolated betw
 PROBE_BYTES = 1 << 20
 TURNS = (2, 3, 4)  # interleaved stages of each device
 
-Plan = TypeVar("Plan")
+T = TypeVar("T")
 
 
 class Form(NamedTuple):
@@ -164,7 +164,7 @@ class PipelineSearch:
         stage_s, sync_s = (np.stack(each) for each in zip(*costs, strict=True))
         return best_pipelines(
             chains,
-            Segments(stage_s, sync_s, self._cut_bytes, self._returned_bytes),
+            StageCosts(stage_s, sync_s, self._cut_bytes, self._returned_bytes),
             Links(network.latency_s, network.rates),
             n_microbatches=self.n_microbatches,
             limit_s=limit_s,
@@ -239,14 +239,18 @@ class PipelineSearch:
             start = end
         return found
 
-    def refine(self, start: Pipeline, form: Form, objective: Objective) -> Pipeline:
+    def refine(self, start: Pipeline, form: Form, score: float, objective: Objective) -> Pipeline:
         """Move one cut, or one device to the next stage, or swap the devices of two stages, as long
-        as the simulated step improves; the best."""
+        as the simulated step improves; the best.
+
+        Args:
+            score: of the start.
+        """
 
         def judge(pipeline: Pipeline) -> float:
             return self.judge(pipeline, objective, form)
 
-        return _climb(start, self._neighbours, judge, objective)
+        return _climb(start, score, self._neighbours, judge, objective)
 
     def take_turns(
         self, devices: Group, objective: Objective, shard_state: ShardState = "none"
@@ -274,7 +278,7 @@ class PipelineSearch:
                 if self._kinds((a,)) != self._kinds((b,)):
                     yield tuple({a: b, b: a}.get(d, d) for d in order)
 
-        best = _climb(devices, swapped, judge, objective)
+        best = _climb(devices, judge(devices), swapped, judge, objective)
         for turns in TURNS[1:]:
             if turns * n <= n_ops and not objective.is_over():
                 judge(best, turns)
@@ -319,13 +323,14 @@ class PipelineSearch:
 
 
 def _climb(
-    start: Plan,
-    neighbours: Callable[[Plan], Iterator[Plan]],
-    judge: Callable[[Plan], float],
+    start: T,
+    score: float,
+    neighbours: Callable[[T], Iterator[T]],
+    judge: Callable[[T], float],
     objective: Objective,
-) -> Plan:
+) -> T:
     """Go to the first neighbour that is better, as long as there is one; the best."""
-    best, score, improved = start, judge(start), True
+    best, improved = start, True
     while improved:
         improved = False
         for near in neighbours(best):

@@ -122,7 +122,7 @@ class Searches:
     def _pipelines(self, budget: int) -> None:
         """Simulate the program's best pipelines for each number of microbatches, those of the
         least bound first; improve the fastest, and interleave its stages."""
-        objective = self.objective
+        objective, end = self.objective, self.objective.n_proposals + budget
         objective.start("pipeline dynamic programming")
         each = max(4, budget // (2 * len(self.counts)))
         found: list[tuple[PipelineSearch, list[tuple[Pipeline, Form]]]] = []
@@ -137,7 +137,7 @@ class Searches:
                 return
             count = format_count(search.n_microbatches, "microbatch")
             method = f"pipeline dynamic programming, {count}"
-            objective.start(method, budget=2 * each)
+            objective.start(method, budget=min(2 * each, end - objective.n_proposals))
             scores = []
             for pipeline, form in choices:
                 if objective.is_over():
@@ -147,10 +147,13 @@ class Searches:
             if best is None or best.step_s >= fastest_s or objective.is_out_of_time():
                 continue
             fastest_s = best.step_s
-            refined = search.refine(*choices[scores.index(min(scores))], objective)
-            objective.start(f"interleaved pipeline, {count}", budget=MOST_TURNS)
-            order = [device for group in refined.groups for device in group]
-            search.take_turns(tuple(order), objective, self._state)
+            score = min(scores)
+            refined = search.refine(*choices[scores.index(score)], score, objective)
+            left = min(MOST_TURNS, end - objective.n_proposals)
+            objective.start(f"interleaved pipeline, {count}", budget=left)
+            if not objective.is_over():
+                order = [device for group in refined.groups for device in group]
+                search.take_turns(tuple(order), objective, self._state)
 
     def _choices(self, search: PipelineSearch, most: int) -> Iterator[tuple[Pipeline, Form]]:
         """Pipelines to judge, and forms that also save memory where it binds.

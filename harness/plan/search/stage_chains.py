@@ -140,8 +140,8 @@ class Links(NamedTuple):
     rate: Floats  # bytes/s
 
 
-class Segments(NamedTuple):
-    """What stages and cuts cost; n segments have n + 1 cuts."""
+class StageCosts(NamedTuple):
+    """Costs of stages and of cuts between them; n segments have n + 1 cuts."""
 
     stage_s: Floats  # (groups, cuts, cuts) one microbatch, forward and backward
     sync_s: Floats  # (groups, cuts, cuts) all-reduce
@@ -161,7 +161,7 @@ class Partials(NamedTuple):
 
 def best_pipelines(
     chains: GroupChains,
-    segments: Segments,
+    costs: StageCosts,
     links: Links,
     *,
     n_microbatches: int,
@@ -177,7 +177,7 @@ def best_pipelines(
         fill_share: of a stage's time, that later stages wait before their first microbatch.
         is_over: asked now and then; there are no pipelines when it says so.
     """
-    n_states, n_cuts = len(chains.last), len(segments.sent)
+    n_states, n_cuts = len(chains.last), len(costs.sent)
     partials = _empty(n_states, n_cuts, MOST_PAIRS)
     partials.prefix_s[0, 0, 0] = partials.bound_s[0, 0, 0] = 0.0
     partials.n[0, 0] = 1
@@ -191,8 +191,7 @@ def best_pipelines(
             return []
         moves = chains.moves[first : first + _MOVES_AT_ONCE]
         options = (n_microbatches, limit_s, fill_share)
-        costs = (*segments, *links)
-        _extend(moves, chains.last, members, n_members, costs, options, partials, whole)
+        _extend(moves, chains.last, members, n_members, (*costs, *links), options, partials, whole)
     found = [(s, k) for s in range(n_states) for k in range(whole.n[s, 0])]
     return [_pipeline(chains, partials, whole, state, place) for state, place in found]
 
