@@ -18,6 +18,10 @@ from harness.runtime.ranks.world import World
 _N_STREAMS = 32
 # Elements of the sums that connect a group: 4 B, 64 KiB, 1 MiB and 16 MiB.
 _PROBED = (1, 1 << 14, 1 << 18, 1 << 22)
+# Hardware queues; streams that share one wait for each other. CUDA has 8 unless this says 32.
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+if not torch.cuda.is_initialized():  # for programs that ./entry.sh has not started
+    os.environ.setdefault(_QUEUES, "32")
 
 
 class Groups:
@@ -98,7 +102,17 @@ class Groups:
         return group
 
     def for_transfers(self, sender: int, reader: int) -> Any:
-        """A group for messages from one rank to another."""
+        """A group for messages from one rank to another.
+
+        Raises:
+            ConfigError: under NCCL, receives that are posted ahead could share hardware queues.
+        """
+        n_queues = os.environ.get(_QUEUES, "8")
+        if self._is_nccl and n_queues != "32":
+            raise ConfigError(
+                f"{_QUEUES} is {n_queues}, so streams that share a hardware queue wait for each "
+                "other's receives: set it to 32 before the program starts"
+            )
         group = self._make((sender, reader))
         if self._is_nccl and self._world.rank == sender:
             dist.send(self._probe(), reader, group=group)

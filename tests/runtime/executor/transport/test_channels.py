@@ -144,6 +144,19 @@ def test_calls_that_wait_for_the_gpu_are_refused_under_nccl(monkeypatch):
         Groups(FakeWorld("nccl"), 7.0)
 
 
+@pytest.mark.parametrize("n_queues", ["1", None])
+def test_few_hardware_queues_are_refused_for_messages_under_nccl(monkeypatch, n_queues):
+    Fabric(monkeypatch)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name)
+    if n_queues is not None:
+        monkeypatch.setenv(name, n_queues)
+    Groups(FakeWorld("nccl"), 7.0).for_sums((0, 1))
+    Groups(FakeWorld(), 7.0).for_transfers(0, 1)
+    with pytest.raises(ConfigError, match=f"{name} is {n_queues or 8}, so streams"):
+        Groups(FakeWorld("nccl"), 7.0).for_transfers(0, 1)
+
+
 def test_a_group_of_all_is_made_where_streams_or_timeouts_count(monkeypatch):
     fabric = Fabric(monkeypatch)
     Groups(FakeWorld(), 7.0).for_gradients((0, 1, 2))
