@@ -1,9 +1,10 @@
 """Transfer messages between devices: sends do not block, receives are posted ahead.
 
 gloo has tags: every transfer has a unique tag, so the order of posting is free. NCCL has none:
-each pair of stages on a pair of devices has a process group for each direction, and both sides
-post in the same order, which the order of the program guarantees. If a peer dies or hangs under
-NCCL, no error is raised: the watchdog of its group ends this process after the timeout.
+each pair of stages on a pair of devices has a process group for each direction, of two stages one
+for each pass too. Both sides post in the same order, which the order of the program guarantees. If
+a peer dies or hangs under NCCL, no error is raised: the watchdog of its group ends this process
+after the timeout.
 
 With gloo, tensors of a GPU are copied to the host before sending and from it after receiving.
 gloo does not report when a send is done. But when a message of another rank arrives, that rank has
@@ -42,7 +43,7 @@ from harness.runtime.ranks.world import World
 Label = Callable[[], str]
 _N_TAGS = 2**31 - 2  # the two largest are those of sums of gradients
 
-# Two ends and whether it is backward: messages share a process group under NCCL.
+# Two ends, and whether backward is apart: messages that share a process group under NCCL.
 _Pair = tuple[End, End, bool]
 # Position of an action of a rank, and of a segment in the order in which the action runs it.
 Moment = tuple[int, int]
@@ -260,7 +261,9 @@ class Channels:
 
 
 def _pair_of(message: Message) -> _Pair:
-    return message.sender, message.reader, message.is_backward
+    # Devices of one stage run its passes in one order, so both share a group.
+    is_apart = message.is_backward and message.sender.stage != message.reader.stage
+    return message.sender, message.reader, is_apart
 
 
 def _label(message: Message, microbatch: int, whither: str) -> str:

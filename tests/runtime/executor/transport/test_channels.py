@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -113,6 +114,18 @@ def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
     # Each group is met in by both of its ranks, and by all in the order of its making.
     assert [group for *_, group in used[1]] == [0, 2, 3, 5, 6]
     assert used[2] == [("recv", 0, 1), ("recv", 1, 3), ("send", 0, 4), ("send", 1, 5)]
+
+
+def test_devices_of_one_stage_share_a_group_for_both_passes(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    ends = End(0, 0), End(1, 0)
+    messages = [
+        replace(message(is_backward=is_backward), sender=sender, reader=reader)
+        for sender, reader in (ends, ends[::-1])
+        for is_backward in (False, True)
+    ]
+    channels_of(FakeWorld("nccl", 0), messages)
+    assert [ranks for ranks, _ in fabric.made] == [[0, 1], [1, 0]]
 
 
 def test_devices_that_pass_keys_or_weights_on_are_connected_in_pairs(monkeypatch):
