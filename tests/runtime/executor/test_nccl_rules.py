@@ -64,28 +64,38 @@ def test_messages_meet_by_their_order(ranks):
         ranks.run(2, swap, None, timeout_s=2.0)
 
 
-def sum_before_sending(is_scattered, world):
-    """One rank starts a sum, then sends what the other waits for before the sum."""
+def sum_before_sending(sizes, world):
+    """One rank starts a sum, then sends what the other waits for before the sum.
+
+    Args:
+        sizes: elements of each rank's part; None: each gets the whole.
+    """
     groups = Groups(world, 5.0)
-    sums = groups.for_gradients((0, 1), is_scattered=is_scattered)
+    sums = groups.for_gradients((0, 1), is_scattered=sizes is not None)
     pair, message = groups.for_transfers(0, 1), torch.ones(2)
-    whole, part = torch.ones(64), torch.zeros(32)
+    whole = part = torch.ones(64)
     if not world.is_first:
         dist.recv(message, 0, group=pair)
-    if is_scattered:
-        work = scatter_sum(part, whole, sums, is_async=True)
-    else:
+    if sizes is None:
         work = dist.all_reduce(whole, group=sums, async_op=True)
+    else:
+        part = torch.zeros(sizes[world.rank])
+        parts = list(whole.split(sizes))
+        work = (
+            scatter_sum(part, whole, sums, is_async=True)
+            if len(set(sizes)) == 1
+            else dist.reduce_scatter(part, parts, group=sums, async_op=True)
+        )
     if world.is_first:
         dist.send(message, 1, group=pair)
     work.wait()
-    return (part if is_scattered else whole).tolist()
+    return part.tolist()
 
 
-@pytest.mark.parametrize("is_scattered", [False, True])
-def test_no_sum_of_a_step_is_the_first_of_its_algorithm(is_scattered, ranks):
-    found = ranks.run(2, sum_before_sending, is_scattered, timeout_s=30.0)
-    assert found == [[2.0] * (32 if is_scattered else 64)] * 2
+@pytest.mark.parametrize("sizes", [None, [32, 32], [40, 24]])
+def test_no_sum_of_a_step_is_the_first_of_its_algorithm(sizes, ranks):
+    found = ranks.run(2, sum_before_sending, sizes, timeout_s=30.0)
+    assert found == [[2.0] * n for n in sizes or [64, 64]]
 
 
 def pipeline(shard_state="none", **changes):

@@ -97,8 +97,8 @@ class Groups:
             for n_elements in _PROBED:
                 part = self._probe(max(1, n_elements // len(devices)))
                 scatter_sum(part, self._probe(len(part) * len(devices)), group)
-            # Parts of unlike sizes are reduced one by one.
-            dist.reduce(self._probe(), devices[0], group=group)
+                # Parts of unlike sizes are reduced one by one.
+                dist.reduce(self._probe(n_elements), devices[0], group=group)
         return group
 
     def for_transfers(self, sender: int, reader: int) -> Any:
