@@ -18,7 +18,10 @@ COMMANDS = {
     "predict": ("layouts.command", "predict the step of a layout or a strategy, without a search"),
     "advise": ("advise.command", "say which machines to use"),
     "show": ("show", "print a graph, profile, cluster or strategy"),
-    "convert": ("formats.command", "write a strategy in another format"),
+    "convert": (
+        "formats.command",
+        "write a strategy in another format, or as settings of torchtitan, Megatron-LM, DeepSpeed",
+    ),
     "import": (
         "importing.command",
         "make profile and cluster files from measurements of other tools",

@@ -287,6 +287,17 @@ def test_a_search_starts_from_a_file_of_another_project(chain, tmp_path, printed
     assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
 
 
+def test_convert_prints_degrees_and_what_it_assumes(tmp_path, printed):
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    words = ("--to megatron --dtype bf16 --output", tmp_path / "args", "--graph")
+    told = printed("convert", tmp_path / "a.txt", *words, tmp_path / "g.json")
+    assert told.out.endswith(f"wrote {tmp_path / 'args'} (megatron, tp=1,dp=2,pp=1)\n")
+    assert told.err == "assumed: rank k is device k of the strategy\n"
+    assert "--micro-batch-size=4\n" in (tmp_path / "args").read_text()
+
+
 @pytest.mark.parametrize(("dim", "is_warned"), [("feature", True), ("sample", False)])
 def test_predict_warns_of_a_tied_weight_that_is_cut_unlike(tmp_path, printed, dim, is_warned):
     shape, attrs = {"sample": 8, "feature": 8}, {"in_features": 8}

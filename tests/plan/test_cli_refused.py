@@ -162,6 +162,9 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     assert f"{foreign}: operator 'a' at microbatch 2: a dim of 2 elements cut into 4" in said
     stages = strategy_file(tmp_path, n_stages=2)
     assert "2 stages and operators in [0]" in refusal(stages, own, "--to pipedream")
+    said = refusal(stages, own, "--to megatron --dtype bf16")
+    assert f"{stages}: strategy 's' has 2 stages, --to megatron needs all used, not [0]" in said
+    assert "--dtype is for torchtitan, megatron, deepspeed" in refusal(stages, own, "--dtype bf16")
     assert not output.exists()
 
 

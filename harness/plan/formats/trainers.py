@@ -54,23 +54,17 @@ class TrainerPlan:
         self.degrees = f"tp={self.tp},dp={self.dp},pp={pp}"
         devices = [device for stage in range(pp) for device in order[stage]]
         is_round = all(order[stage] == order[stage % pp] for stage in order)
-        self.need(
-            is_round and len(set(devices)) == len(devices),
-            f"stages on {shorten(list(order.values()))}",
-            "equal or separate devices for any two",
-        )
+        is_round &= len(set(devices)) == len(devices)
+        self.need(is_round, f"stages on {shorten(list(order.values()))}", "equal or separate ones")
         n = self.n_microbatches = strategy.n_microbatches
         check_schedule(self.schedule, n_stages=len(order), n_microbatches=n, n_ranks=pp)
         if self.schedule == "interleaved" and len(order) == pp:
             self.schedule = "1f1b"
-        self.need(
-            len(order) == pp or self.schedule == "interleaved",
-            f"{len(order)} stages on {pp} ranks",
-            "schedule interleaved",
-        )
+        is_possible = len(order) == pp or self.schedule == "interleaved"
+        self.need(is_possible, f"{len(order)} stages on {pp} ranks", "schedule interleaved")
         self.n_samples, rest = divmod(strategy.batch, self.dp * n)
-        flow = f"{n} microbatches of {self.dp} replicas"
-        self.need(not rest, f"a batch of {strategy.batch} in {flow}", "equal ones")
+        flow = f"{n} microbatches x {self.dp} replicas"
+        self.need(not rest, f"a batch of {strategy.batch} for {flow}", "a multiple of these")
         self.recomputes = strategy.stages[0].recompute
         is_everywhere = all(stage.recompute == self.recomputes for stage in strategy.stages)
         self.need(is_everywhere, "recomputation in some stages", "it in all or none")
@@ -104,7 +98,11 @@ class TrainerPlan:
         listed = "-".join(map(str, sizes))
         self.need(len(set(sizes)) == 1, f"stages on {listed} devices", "equally many for each")
         cuts = {
-            name: {dim: n_parts(cut) for dim, cut in plan.partition.items() if dim != SAMPLE}
+            name: {
+                dim: n_parts(cut)
+                for dim, cut in plan.partition.items()
+                if dim != SAMPLE and n_parts(cut) > 1
+            }
             for name, plan in plans.items()
         }
         self.tp = max(math.prod(own.values()) for own in cuts.values())
@@ -113,15 +111,19 @@ class TrainerPlan:
         alike: dict[str, dict[str, int]] = {}
         for name, plan in plans.items():
             devices, own = order.setdefault(plan.stage, plan.devices), cuts[name]
-            is_grid = plan.partition.get(SAMPLE, 1) in (self.dp, [1] * self.dp)
-            is_grid &= math.prod(own.values()) == self.tp and own.keys() <= _CUTS
+            is_grid = n_parts(plan.partition.get(SAMPLE, 1)) == self.dp
+            is_grid &= all(isinstance(c, int) or len(set(c)) == 1 for c in plan.partition.values())
+            is_grid &= list(own.values()) == [self.tp] * (self.tp > 1) and own.keys() <= _CUTS
             is_grid &= alike.setdefault(_LAYER.sub(r"\1.", name), own) == own
+            also = f" and by features, heads or positions of norms in {self.tp}, as other layers"
             self.need(
                 is_grid and plan.devices == devices,
                 f"operator {name!r} cut by {plan.partition} on {shorten(plan.devices)}",
-                f"each on {shorten(devices)}, by samples in {self.dp} equal parts and by features, "
-                f"heads or positions of norms in {self.tp}, in all layers alike",
+                f"{self.dp} equal parts by samples{also * (self.tp > 1)}, on the {sizes[0]} "
+                f"devices of stage {plan.stage} in one order",
             )
+        has_heads = any(HEADS in own for own in cuts.values())
+        self.need(self.tp == 1 or has_heads, f"tp={self.tp}", "attentions that are cut by heads")
         return order
 
     def _read_layers(self) -> None:
@@ -241,16 +243,12 @@ def _megatron(plan: TrainerPlan, dtype: str, reduce_dtype: str) -> list[str]:
 
 
 def _deepspeed(plan: TrainerPlan, dtype: str, reduce_dtype: str) -> list[str]:
-    stage = ["none", "optimizer", "gradients", "parameters"].index(plan.state.split("_")[0])
-    zero: dict[str, object] = {"stage": stage, "overlap_comm": stage > 0}
-    if shards_in_nodes(plan.state):
-        zero["mics_shard_size"] = plan.n_sharing
-        plan.notes.append("the program builds its model under deepspeed.zero.MiCS_Init")
+    stage = _ZERO.index(plan.state)
     settings: dict[str, object] = {
         "train_batch_size": plan.strategy.batch,
         "train_micro_batch_size_per_gpu": plan.n_samples,
         "gradient_accumulation_steps": plan.n_microbatches,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage, "overlap_comm": stage > 0 and plan.pp == 1},
         "communication_data_type": reduce_dtype,
     }
     if dtype != "fp32":
@@ -291,7 +289,7 @@ _SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",  # with one stage per rank, ZB-H1
 }
 _FSDP = ("none", "gradients", "parameters", "gradients_in_node", "parameters_in_node")
-_ZERO = ("none", "optimizer", "gradients", "parameters", "parameters_in_node")
+_ZERO = ("none", "optimizer", "gradients", "parameters")  # 0.19 has removed MiCS, its HSDP
 TRAINERS = {
     "torchtitan": TrainerFormat(_torchtitan, _FSDP, tuple(_SCHEDULES), ("fp32", "bf16"), ("fp32",)),
     "megatron": TrainerFormat(
