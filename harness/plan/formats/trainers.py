@@ -54,7 +54,7 @@ class TrainerPlan:
         self.degrees = f"tp={self.tp},dp={self.dp},pp={pp}"
         devices = [device for stage in range(pp) for device in order[stage]]
         is_round = all(order[stage] == order[stage % pp] for stage in order)
-        is_round &= len(set(devices)) == len(devices)
+        is_round &= len(set(devices)) == len(devices) and min(devices) >= 0
         self.need(is_round, f"stages on {shorten(list(order.values()))}", "equal or separate ones")
         n = self.n_microbatches = strategy.n_microbatches
         check_schedule(self.schedule, n_stages=len(order), n_microbatches=n, n_ranks=pp)
@@ -79,7 +79,7 @@ class TrainerPlan:
         if pp > 1:
             self._read_layers()
         if self.tp > 1:
-            self.notes.append("of two matrices in a row the first is cut by columns, as by train")
+            self.notes.append("layers are cut as the trainer cuts them: heads, columns, then rows")
         if self.recomputes:
             self.notes.append("layers run again one by one; by train, whole stages or segments")
 
@@ -101,11 +101,11 @@ class TrainerPlan:
             name: {
                 dim: n_parts(cut)
                 for dim, cut in plan.partition.items()
-                if dim != SAMPLE and n_parts(cut) > 1
+                if dim != SAMPLE and cut != 1
             }
             for name, plan in plans.items()
         }
-        self.tp = max(math.prod(own.values()) for own in cuts.values())
+        self.tp = max(1, *(math.prod(own.values()) for own in cuts.values()))
         self.dp = sizes[0] // self.tp
         order: dict[int, list[int]] = {}
         alike: dict[str, dict[str, int]] = {}
