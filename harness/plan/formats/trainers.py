@@ -3,7 +3,7 @@
 | trainer | file | names as in |
 |---|---|---|
 | torchtitan 0.3 | arguments | `torchtitan/config/configs.py` and `trainer.py` |
-| Megatron-LM with Megatron-Core 0.16 | arguments | `megatron/training/arguments.py` |
+| Megatron-LM with Megatron-Core 0.20 | arguments | `megatron/training/arguments.py` |
 | DeepSpeed 0.19 | ds_config.json | deepspeed.ai/docs/config-json |
 
 All three number ranks as `layouts.degrees` numbers devices: the parts of a layer first, then
@@ -189,6 +189,11 @@ def _torchtitan(plan: TrainerPlan, dtype: str, _: str) -> list[str]:
     if plan.pp > 1:
         settings["training.local_batch_size"] = plan.n_samples * plan.n_microbatches
         settings["parallelism.pipeline_parallel_microbatch_size"] = plan.n_samples
+        n_rounds = max(1, plan.n_microbatches // plan.pp)
+        is_even = plan.schedule != "zero_bubble" or plan.n_microbatches % n_rounds == 0
+        plan.need(
+            is_even, f"{plan.n_microbatches} microbatches", f"a multiple of {n_rounds} rounds"
+        )
         settings["parallelism.pipeline_parallel_schedule"] = _SCHEDULES[plan.schedule]
         stages = [["tok_embeddings"], *([] for _ in plan.layers[1:])]
         for k, n in enumerate(plan.layers):

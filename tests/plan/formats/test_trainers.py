@@ -199,6 +199,8 @@ def shared_devices():
         (planned("dp=2", shard_state="optimizer"), "torchtitan",
          "shard_state optimizer, --to torchtitan needs none or gradients"),
         (planned("pp=2,cuts=4", schedule="zero_bubble"), "megatron", "needs 1f1b or interleaved"),
+        (planned("pp=2,cuts=4", n_microbatches=5, batch=20, schedule="zero_bubble"), "torchtitan",
+         "5 microbatches, --to torchtitan needs a multiple of 2 rounds"),
         (planned("tp=2,pp=2,cuts=4"), "deepspeed", "needs in pipelines tp=1, whole gradients"),
         (planned("pp=2,cuts=3"), "deepspeed", "[2, 4] layers in stages"),
         (planned("tp=2,dp=3,devices=0-1-2-3-4-5", batch=12, shard_state="parameters_in_node"),
