@@ -17,7 +17,7 @@ from harness.measure.store import Problem, find_runs, without_samples
 from harness.measure.text import cell, table
 from harness.plot.catalog import Catalog, read_catalog
 from harness.plot.headlines import library_versions
-from harness.plot.subjects import KINDS, Subject, Timed, times_of, trainings_of
+from harness.plot.subjects import FEWEST, KINDS, Subject, Timed, times_of, trainings_of
 from harness.units import format_count
 
 _MOST_NAMED = 3
@@ -79,10 +79,10 @@ class Comparison:
 
 
 def _whole(times: Sequence[Timed]) -> Timed:
-    """Median and interval over runs; a single run keeps its own."""
-    if len(times) == 1:
-        return times[0]
+    """Median and interval over runs; of fewer than FEWEST the widest that their own give."""
     over = summarize([time.median for time in times], shortest=0)
+    if len(times) < FEWEST:
+        return Timed(over.median, min(t.low for t in times), max(t.high for t in times))
     return Timed(over.median, over.low, over.high)
 
 
@@ -108,12 +108,12 @@ def _compared(
 
 
 def _by_intervals(old: Timed, new: Timed) -> str:
-    ratio, low, high = new.median / old.median, new.low / old.high, new.high / old.low
-    if low > 1 and ratio >= MINIMUM_EFFECT:
+    ratio = new.median / old.median
+    if new.low > old.high and ratio >= MINIMUM_EFFECT:
         return "slower?"
-    if high < 1 and ratio <= 1 / MINIMUM_EFFECT:
+    if new.high < old.low and ratio <= 1 / MINIMUM_EFFECT:
         return "faster?"
-    is_within = low > 1 / MINIMUM_EFFECT and high < MINIMUM_EFFECT
+    is_within = new.high < old.low * MINIMUM_EFFECT and old.high < new.low * MINIMUM_EFFECT
     return "same?" if is_within else "inconclusive"
 
 

@@ -5,6 +5,7 @@ strategy, batch and settings."""
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -39,8 +40,13 @@ class Subject(NamedTuple):
         return one_line(f"{self.kind}: {self.name}")
 
 
+FEWEST = 3
+"""Values that give an interval, because two are far apart, or near each other, by chance alone."""
+
+
 class Timed(NamedTuple):
-    """Seconds in one run, or seconds per FLOP or byte: the median and its interval."""
+    """Seconds in one run, or seconds per FLOP or byte: the median and its interval, which has no
+    end with fewer than FEWEST samples."""
 
     median: float
     low: float
@@ -68,7 +74,8 @@ KINDS: dict[str, Callable[[float], str]] = {
 
 
 def _timed(time: Summary, per: float = 1.0) -> Timed:
-    return Timed(time.median / per, time.low / per, time.high / per)
+    low, high = (time.low, time.high) if time.n >= FEWEST else (0.0, math.inf)
+    return Timed(time.median / per, low / per, high / per)
 
 
 def _of_devices(run: RunNumbers) -> Iterator[Measured]:

@@ -178,7 +178,7 @@ def links_records(n_ranks=5, bandwidth=1.17e8):
                 sized = pair | {"n_bytes": 2**24}
                 records[source] += [
                     Sample(metric="link_latency_s", value=1.5e-4, labels=pair),
-                    Sample(metric="link_transfer_s", value=2**24 / rate, labels=sized),
+                    *[Sample(metric="link_transfer_s", value=2**24 / rate, labels=sized)] * 3,
                 ]
     return records
 

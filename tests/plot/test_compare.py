@@ -11,6 +11,7 @@ from measured_runs import (
     make_cluster,
     make_header,
     train_config,
+    training_records,
     write_run,
     write_training,
 )
@@ -75,6 +76,27 @@ def test_outcome_by_intervals_of_few_runs_has_a_question_mark(tmp_path, capsys):
     assert set(outcomes(document, "link bandwidth").values()) == {"slower?"}
     assert set(outcomes(document, "link latency").values()) == {"same?"}
     assert outcomes(document, "link bandwidth")["tesla0:0 to tesla1:0 over nccl"]
+
+
+@pytest.mark.parametrize(("n_runs", "n_steps"), [(1, 1), (1, 2), (2, 1)])
+def test_one_or_two_values_of_each_decide_nothing(n_runs, n_steps, tmp_path, capsys):
+    for side, compute_s in (("a", 0.1), ("b", 0.101), ("c", 0.2)):
+        for repeat in range(n_runs):
+            header = make_header(
+                "train", train_config("single", 160), make_cluster(1), run_id=f"{side}{repeat}"
+            )
+            records = training_records(1, 160, compute_s, 0.0, seed=repeat)[0]
+            few = [record for record in records if (record.step or 0) < n_steps]
+            write_run(tmp_path / side, header, {0: few})
+    for after in ("a", "b", "c"):
+        code, document = compared(tmp_path / "a", tmp_path / after, capsys)
+        assert (code, document["measurements"][0]["outcome"]) == (0, "inconclusive")
+
+
+def test_two_runs_of_each_are_as_far_apart_as_their_steps(tmp_path, capsys):
+    before = trained(tmp_path / "before", 0.1, repeats=2)
+    code, document = compared(before, trained(tmp_path / "after", 0.2, repeats=2), capsys)
+    assert (code, document["measurements"][0]["outcome"]) == (1, "slower?")
 
 
 def test_table_has_rates_and_largest_changes(tmp_path, capsys):
