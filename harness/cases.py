@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.run import RankInfo, RunHeader, device_names, run_key
+from harness.domain.run import HOST_SETTINGS, RankInfo, RunHeader, device_names, run_key
 from harness.errors import ModelError, ResultsError
 from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.places import check_results
@@ -210,20 +210,29 @@ def has_failed(headers: Sequence[RunHeader]) -> bool:
     return any(h.status not in _FINISHED and h.run_id not in gone_on for h in headers)
 
 
-def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
+def finished_repeats(results: Path, ranks: Sequence[RankInfo] = ()) -> dict[str, list[RunHeader]]:
     """Finished runs in a results directory by key, oldest first; warns of runs that it cannot
-    read."""
-    headers: list[RunHeader] = []
+    read. A copy of a run is no repeat of it, nor is a run of other environment variables than those
+    of the ranks."""
+    headers: dict[str, RunHeader] = {}
     for path in results.glob(f"*/{HEADER_FILE}"):
         try:
-            headers.append(read_header(path.parent))
+            header = read_header(path.parent)
+            headers[header.run_id] = header
         except ResultsError as error:
             _log.warning("--resume passes over a run: %s", error)
     done: dict[str, list[RunHeader]] = {}
-    for header in sorted(headers, key=lambda header: header.start_utc):
-        if header.status in _FINISHED:
+    for header in sorted(headers.values(), key=lambda header: header.start_utc):
+        if header.status in _FINISHED and _has_variables(header, ranks):
             done.setdefault(header.key, []).append(header)
     return done
+
+
+def _has_variables(header: RunHeader, ranks: Sequence[RankInfo]) -> bool:
+    """Whether a run's ranks had the same environment variables, as far as both are known."""
+    known = [(a.settings, b.settings) for a, b in zip(header.ranks, ranks, strict=False)]
+    differing = {name for a, b in known if a and b for name, _ in a.items() ^ b.items()}
+    return differing <= set(HOST_SETTINGS)
 
 
 def warn_of_other_launch(results: Path, ranks: Sequence[RankInfo]) -> None:

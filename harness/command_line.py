@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import re
 from collections import defaultdict
@@ -179,6 +180,8 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
 
     Runs of as many ranks count whose first is on this host: a dry run does not ask the others.
     """
+    import msgspec
+
     from harness.cases import (
         describe_cluster,
         finished_repeats,
@@ -187,16 +190,18 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
     )
     from harness.domain.run import RankInfo, RunHeader, run_key
     from harness.resume import check_batches, find_resumed
+    from harness.runtime.ranks.host import read_settings
 
     host = platform.node()
-    ranks = [
-        RankInfo(rank=k, hostname=host, device="", device_kind="", n_cores=0, memory_bytes=1)
-        for k in range(n_ranks)
-    ]
+    info = RankInfo(
+        rank=0, hostname=host, device="", device_kind="", n_cores=0, memory_bytes=1,
+        settings=read_settings(os.environ),
+    )  # fmt: skip
+    ranks = [msgspec.structs.replace(info, rank=k) for k in range(n_ranks)]
     planned = plan_runs(cases, ranks)
     check_batches(planned, options.results, n_ranks)
     done: dict[str, list[RunHeader]] = {}
-    for header in chain.from_iterable(finished_repeats(options.results).values()):
+    for header in chain.from_iterable(finished_repeats(options.results, ranks).values()):
         if [info.hostname for info in header.ranks[:1]] == [host]:
             cluster = describe_cluster(ranks[: len(header.ranks)])
             done.setdefault(run_key(header.workload, header.config, cluster), []).append(header)

@@ -114,7 +114,7 @@ class Launcher:
             warn_of_other_launch(self._results, self.ranks)
         planned = plan_runs(cases, self.ranks)
         is_resuming = self._options.resume and self._world.is_first
-        done = finished_repeats(self._results) if is_resuming else {}
+        done = finished_repeats(self._results, self.ranks) if is_resuming else {}
         repeats = remaining_repeats(planned, done)
         repeats = self._control.broadcast("repeats", repeats, list[int | None])
         if n_done := repeats.count(None):

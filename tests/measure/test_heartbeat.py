@@ -74,6 +74,17 @@ def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir, caplog):
     assert finished_repeats(run_dir.parent) == {}  # --resume carries it out
 
 
+@pytest.mark.parametrize(("settings", "n_repeats"), [
+    ({"kernel": "6.1", "NCCL_ALGO": "Ring"}, 1), ({"kernel": "6.1"}, 0), ({}, 1),
+])  # fmt: skip
+def test_resume_counts_no_copy_and_no_run_of_other_variables(settings, n_repeats, tmp_path):
+    own = {"kernel": "6.8", "NCCL_ALGO": "Ring"}
+    for name in ("run", "copy"):
+        write_header(tmp_path / name, header_of(status="ok", info={"settings": own}))
+    ranks = header_of(info={"settings": settings}).ranks
+    assert len(finished_repeats(tmp_path, ranks).get("key", [])) == n_repeats
+
+
 def test_resume_warns_of_a_run_that_it_cannot_read(run_dir, caplog):
     (run_dir / "run.json").write_text('{"schema": "harness-run", "version": 1}')
     assert finished_repeats(run_dir.parent) == {}
