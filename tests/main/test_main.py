@@ -22,6 +22,7 @@ from harness.cases import Case, plan_runs
 from harness.command_line import parse_all
 from harness.errors import ConfigError, HarnessError, StrategyError
 from harness.measure.store import read_results, write_header
+from harness.runtime.ranks.host import read_settings
 from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.train.cases import train_cases
@@ -160,15 +161,19 @@ def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys)
     assert len(lines) == 2 + 6
 
 
-def test_a_resumed_dry_run_says_which_runs_are_done(tmp_path, capsys):
+def test_a_resumed_dry_run_says_which_runs_are_done(tmp_path, capsys, monkeypatch):
     words = ["train", "--strategy", "single", "ddp", "--dry-run", "--resume", "--results"]
     *_, (_, config, _) = parse_all([*words, str(tmp_path)])
     case = next(case for case in train_cases(config, 1) if case.strategy == "ddp")
-    header = header_of([platform.node()], workload="train", config=config_json(case), status="ok")
+    values = {"config": config_json(case), "status": "ok", "info": {"settings": read_settings({})}}
+    header = header_of([platform.node()], workload="train", **values)
     write_header(tmp_path / header.run_id, header)
     assert main([*words, str(tmp_path)]) == 0
     lines = [line.partition(";")[0][6:] for line in capsys.readouterr().out.splitlines()]
     assert sorted(lines) == [f"train is done: {header.run_id}", "train would run"]
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert main([*words, str(tmp_path)]) == 0
+    assert "is done" not in capsys.readouterr().out
 
 
 def test_other_ranks_leave_usage_errors_to_rank_0():
