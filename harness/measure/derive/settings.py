@@ -85,6 +85,17 @@ def telling_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def told_apart(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names, equal ones followed by the settings that differ."""
+    found = list(names)
+    for name in dict.fromkeys(names):
+        places = [at for at, other in enumerate(names) if other == name]
+        told = telling_settings([configs[at] for at in places])
+        for at, words in zip(places, told, strict=True):
+            found[at] = " · ".join(filter(None, (name, words)))
+    return found
+
+
 def _scalars(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():

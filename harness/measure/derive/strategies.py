@@ -18,6 +18,7 @@ from harness.measure.derive.settings import (
     own_settings,
     rest_of_config,
     telling_settings,
+    told_apart,
 )
 from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
@@ -83,7 +84,8 @@ class StrategyRow:
 
 
 def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list[StrategyRow]]:
-    """For each workload a row per strategy; the baseline is the first with a number.
+    """For each workload a row per strategy; the baseline is the first with a number. Workloads of
+    equal names are followed by the settings that differ.
 
     The baseline is plain `single`, else `single` by another engine or flag, else the first strategy
     with a run that ended ok.
@@ -91,7 +93,13 @@ def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list
     workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
         workloads.setdefault(workload_key(run), []).append((run, summary))
-    return [_compared(group) for group in workloads.values()]
+    tables = [_compared(group) for group in workloads.values()]
+    settings = [rest_of_config(group[0][0]) for group in workloads.values()]
+    names = told_apart([rows[0].workload for rows in tables], settings)
+    return [
+        [replace(row, workload=name) for row in rows]
+        for rows, name in zip(tables, names, strict=True)
+    ]
 
 
 def workload_key(run: Headed) -> str:

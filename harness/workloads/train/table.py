@@ -8,11 +8,12 @@ from itertools import chain
 from typing import Any
 
 from harness.domain.record import Sample
+from harness.domain.run import telling_flags
 from harness.inputs import one_line
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
-from harness.measure.derive.settings import unlike_one_device
+from harness.measure.derive.settings import told_apart, unlike_one_device
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import change_times, epoch_times, step_times
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
@@ -119,11 +120,15 @@ def train_text(runs: list[Run]) -> str:
         for path, header in headers_in(directory, "*-matmul-*")
     )
     summaries = _over_all_steps(runs, [training_summary(run, peaks) for run in runs])
-    rows = _rows_of_repeats(runs, summaries)
+    names = told_apart(
+        [_name(run, summary) for run, summary in zip(runs, summaries, strict=True)],
+        [telling_flags(run.header.workload, run.header.config) for run in runs],
+    )
+    rows = _rows_of_repeats(runs, summaries, names)
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
     named = [
-        (f"{_name(run, summary)} #{run.header.repeat}", summary)
-        for run, summary in zip(runs, summaries, strict=True)
+        (f"{name} #{run.header.repeat}", summary)
+        for run, summary, name in zip(runs, summaries, names, strict=True)
     ]
     parts = [
         _throughput(rows),
@@ -175,18 +180,16 @@ def _places_of_repeats(runs: Sequence[Run]) -> dict[tuple[str, str], list[int]]:
 
 
 def _rows_of_repeats(
-    runs: Sequence[Run], summaries: Sequence[TrainingSummary]
+    runs: Sequence[Run], summaries: Sequence[TrainingSummary], names: Sequence[str]
 ) -> list[tuple[str, TrainingSummary]]:
     """Return a name and a summary for each run, or for each set of repeats that ended ok."""
     rows = []
     for (_, status), places in _places_of_repeats(runs).items():
-        found = [(runs[at], summaries[at]) for at in places]
-        if status == "ok" and len(found) > 1:
-            first, of_repeats = found[0][0], [summary for _, summary in found]
-            name = f"{_name(first, of_repeats[0])}, {len(found)} repeats"
-            rows.append((name, _over_repeats(of_repeats)))
+        if status == "ok" and len(places) > 1:
+            name = f"{names[places[0]]}, {len(places)} repeats"
+            rows.append((name, _over_repeats([summaries[at] for at in places])))
         else:
-            rows += [(f"{_name(run, s)} #{run.header.repeat}", s) for run, s in found]
+            rows += [(f"{names[at]} #{runs[at].header.repeat}", summaries[at]) for at in places]
     return rows
 
 

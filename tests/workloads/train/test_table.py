@@ -1,5 +1,6 @@
 """The last table of training: measured beside predicted, over repeats."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -195,6 +196,21 @@ def test_files_of_one_name_are_told_apart():
     names = [row[0] for row in rows(runs)[1:5]]
     edited = "plan on 2 · strategy_digest edited since"
     assert names == ["a-search on 2", "b-search on 2", edited, "plan on 2"]
+
+
+def test_runs_that_differ_in_a_setting_alone_are_told_apart():
+    runs = [
+        msgspec.structs.replace(run.header, key=key, run_id=key)
+        for key in ("equal", "speed")
+        for run in [make_run("ddp", 0, balance=key)]
+    ]
+    found = train_text([replace(make_run("ddp", 0), header=header) for header in runs])
+    names = {line.partition("  ")[0] for line in found.splitlines()}
+    for key in ("equal", "speed"):
+        assert {
+            f"m ddp fp32 batch 8 on 2 · balance {key} #0",
+            f"m fp32 batch 8 · balance {key}",
+        } <= names
 
 
 def test_staleness_is_said():
