@@ -64,6 +64,7 @@ class Comparison:
     Attributes:
         software: version or setting that differs, before and after.
         only_before, only_after: subjects that the other directory lacks.
+        failing: trainings of which only some runs are ok now, with how one of the others ended.
         problems: files that could not be read.
     """
 
@@ -71,6 +72,7 @@ class Comparison:
     software: tuple[tuple[str, str, str], ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
+    failing: tuple[str, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -152,9 +154,10 @@ def compare(before: Path, after: Path) -> Comparison:
     sides = _read(before), _read(after)
     trainings = trainings_of(run for side in sides for run in side.runs)
     old, new = (times_of(side.runs, trainings) for side in sides)
-    endings = {
-        trainings[id(run)]: run.header.ending for run in sides[1].runs if id(run) in trainings
-    }
+    endings: dict[Subject, list[str]] = defaultdict(list)
+    for run in sides[1].runs:
+        if id(run) in trainings and run.header.status != "ok":
+            endings[trainings[id(run)]].append(run.header.ending)
     plans: dict[Subject, set[str]] = defaultdict(set)
     for run in (run for side in sides for run in side.runs):
         if run.summary is not None and run.summary.plan:
@@ -169,7 +172,7 @@ def compare(before: Path, after: Path) -> Comparison:
             note = "with another plan" if len(plans[subject]) > 1 else ""
             both.append(_compared(subject, times[0], times[1], note))
         elif subject in old and subject in endings:
-            both.append(_compared(subject, old[subject][0], (), endings[subject]))
+            both.append(_compared(subject, old[subject][0], (), endings[subject][-1]))
         else:
             for names, side in zip(only, (old, new), strict=True):
                 names += [str(subject)] * (subject in side)
@@ -184,6 +187,13 @@ def compare(before: Path, after: Path) -> Comparison:
         software=tuple(_software(*sides)),
         only_before=tuple(only[0]),
         only_after=tuple(only[1]),
+        failing=tuple(
+            one_line(
+                f"{subject}: {len(ended)} of {len(ended) + len(new[subject][0])} runs, {ended[-1]}"
+            )
+            for subject, ended in endings.items()
+            if subject in new
+        ),
         problems=tuple(problem for side in sides for problem in side.skipped),
     )
 
@@ -223,6 +233,7 @@ def as_text(found: Comparison, *, is_whole: bool) -> str:
         lines += [one_line(f"  {name}: {old} -> {new}") for name, old, new in found.software]
     for side, names in (("before", found.only_before), ("after", found.only_after)):
         lines += [f"Only {side}: {_named(names)}"] * bool(names)
+    lines += [f"Not ok after: {words}" for words in found.failing]
     return "\n".join(lines)
 
 
@@ -261,6 +272,7 @@ def as_json(found: Comparison) -> str:
         ],
         "only_before": found.only_before,
         "only_after": found.only_after,
+        "failing": found.failing,
         "skipped": [(str(path), reason) for path, reason in found.problems],
     }
     return json.dumps(document, indent=1)

@@ -120,6 +120,17 @@ def test_training_that_fails_now_is_worse(tmp_path, capsys):
     assert document["sentence"].startswith("0 of 1 measurement slower, 1 failing, 0 faster")
 
 
+def test_a_training_that_fails_now_and_then_is_named(tmp_path, capsys):
+    before, after = (trained(tmp_path / name, 0.1, repeats=3) for name in ("before", "after"))
+    config, reason = train_config("single", 160), "no rank answered"
+    ended = {"status": "timeout", "reason": reason}
+    write_training(after, "late", config, make_cluster(1), 0.1, 0.0, seed=3, repeat=3, **ended)
+    assert main(["compare", str(before), str(after)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Not ok after: training: ")
+    assert last.endswith(": 1 of 4 runs, timeout: no rank answered")
+
+
 def test_settings_of_later_versions_do_not_count_but_others_do(tmp_path, capsys):
     before = trained(tmp_path / "before", 0.1, config={"optimizer": "sgd"})
     after = trained(tmp_path / "after", 0.1, config={"optimizer": "sgd", "new": 3})
