@@ -38,7 +38,7 @@ from faults_cluster import ROOT, Cluster, end
 from harness.measure.derive.changes import change_rows
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import step_times
-from harness.measure.store import Run, read_results
+from harness.measure.store import Run, find_runs, read_run
 from harness.plan import builders
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
@@ -91,8 +91,8 @@ class Bench:
 
 def training_runs(results: Path) -> list[Run]:
     """Finished trainings of a results directory, in order."""
-    runs = [run for run in read_results(results).runs if run.header.workload == "train"]
-    return sorted(runs, key=lambda run: run.header.start_utc)
+    found, _ = find_runs(results)
+    return [read_run(path, header)[0] for path, header in found if header.workload == "train"]
 
 
 class Progress:

@@ -23,7 +23,7 @@ from comparison import compare, show
 from harness.errors import ResultsError, run_command
 from harness.measure.derive.spans import phase_table
 from harness.measure.derive.training import training_summary
-from harness.measure.store import Run, read_results
+from harness.measure.store import Run, find_runs, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,9 @@ def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float], list[fl
 
 def main(options: Options) -> int:
     runs = [
-        run
-        for run in read_results(options.results).runs
-        if run.header.workload == "train"
-        and run.header.status == "ok"
-        and len(run.header.ranks) > 1
+        read_run(path, header)[0]
+        for path, header in find_runs(options.results)[0]
+        if header.workload == "train" and header.status == "ok" and len(header.ranks) > 1
     ]
     if not runs:
         raise ResultsError(f"{options.results} holds no ok train run on several ranks: run one")

@@ -29,7 +29,7 @@ from searched_cells import Cell, Model, Place
 
 from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
 from harness.measure.derive.prediction import PredictedRun, predicted_run, read_prediction
-from harness.measure.store import read_header, read_results
+from harness.measure.store import read_header, read_run
 
 # So that links and operators are measured within minutes.
 _LINKS = ("--transport", "torch", "--operations", "all_reduce")
@@ -106,7 +106,7 @@ def read(path: Path) -> PredictedRun:
     """A run with its prediction."""
     prediction = read_prediction(path)
     assert prediction is not None, "every run is told to predict"
-    return predicted_run(read_results(path).runs[0], prediction)
+    return predicted_run(read_run(path, read_header(path))[0], prediction)
 
 
 def peak_bytes(run: PredictedRun) -> tuple[float, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record
 from harness.domain.run import RankInfo, RunHeader
-from harness.measure.store import Run
+from harness.measure.store import Problem, Run, find_runs, read_run
 
 if TYPE_CHECKING:
     from harness.runtime.ranks.world import World
@@ -108,3 +108,17 @@ def workload_of(config: type, body: Callable[..., Any] = lambda *_: {}, **change
     return Workload(
         config=config, cases=lambda case, n: [case], body=body, table=lambda runs: "", **changes
     )
+
+
+class Results(NamedTuple):
+    """All runs of a directory, and the skipped files."""
+
+    runs: list[Run]
+    skipped: list[Problem]
+
+
+def read_results(root: Path) -> Results:
+    """Read every run that `find_runs` finds."""
+    found, skipped = find_runs(root)
+    read = [read_run(run_dir, header) for run_dir, header in found]
+    return Results([run for run, _ in read], sum((problems for _, problems in read), skipped))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, completed, write_program
+from made_runs import read_results
 
 from harness.domain.cluster import Cluster
 from harness.measure.derive.links import collective_table, link_matrices
-from harness.measure.store import read_results
 
 _BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # What takes most of the minute, cut short: the times of operators, which the training then knows,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -216,13 +215,6 @@ class Run:
     ranks: Mapping[int, list[Record]]
 
 
-class Results(NamedTuple):
-    """All runs of a directory, and the skipped files."""
-
-    runs: list[Run]
-    skipped: list[Problem]
-
-
 def read_header(run_dir: Path) -> RunHeader:
     """Read `run.json`; a running run whose writer has died becomes a crash.
 
@@ -381,14 +373,3 @@ def _without_copies(found: Sequence[Found], skipped: list[Problem]) -> list[Foun
         if known is not path:
             skipped.append((path, f"the same run as {known.name}, counted once"))
     return list(first.values())
-
-
-def read_results(root: Path) -> Results:
-    """Read every run that `find_runs` finds.
-
-    Raises:
-        ResultsError: `root` is not a directory, or may not be read.
-    """
-    found, skipped = find_runs(root)
-    read = [read_run(run_dir, header) for run_dir, header in found]
-    return Results([run for run, _ in read], sum((problems for _, problems in read), skipped))

@@ -9,10 +9,11 @@ from math import nan
 import msgspec
 import pytest
 from launching import ROOT
+from made_runs import read_results
 
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.measure.store import read_header, read_results, write_header
+from harness.measure.store import read_header, write_header
 
 
 @pytest.fixture

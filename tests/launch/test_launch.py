@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from launching import PROGRAM, ROOT, launch
-from made_runs import workload_of
+from made_runs import read_results, workload_of
 from waiting import is_alive, wait_until
 
 from harness.cases import Case, needs_of
-from harness.measure.store import read_results
 from harness.workloads.common.contract import Need
 
 FAULTY = Path(__file__).with_name("faulty_ranks.py")

@@ -4,9 +4,9 @@ import os
 
 import pytest
 from launching import MPIRUN, ROOT, completed
+from made_runs import read_results
 
 from harness.measure.derive.spans import samples_of
-from harness.measure.store import read_results
 
 pytestmark = pytest.mark.gpu
 LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", "1")

@@ -14,14 +14,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from launching import ROOT, completed, entry
-from made_runs import header_of, local_header
+from made_runs import header_of, local_header, read_results
 
 from harness import __main__ as program
 from harness.__main__ import _differing, _flags, _preloaded, main
 from harness.cases import Case, plan_runs
 from harness.command_line import parse_all
 from harness.errors import ConfigError, HarnessError, StrategyError
-from harness.measure.store import read_results, write_header
+from harness.measure.store import write_header
 from harness.runtime.ranks.host import read_settings
 from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json

@@ -9,13 +9,13 @@ import time
 
 import msgspec
 import pytest
-from made_runs import header_of
+from made_runs import header_of, read_results
 from waiting import wait_until
 
 from harness.cases import finished_repeats, warn_of_other_launch
 from harness.measure import heartbeat
 from harness.measure.heartbeat import HEARTBEAT_FILE, Heartbeat, find_dead_writer
-from harness.measure.store import read_header, read_results, write_header
+from harness.measure.store import read_header, write_header
 
 HEADER = header_of()
 

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 import pytest
-from made_runs import header_of
+from made_runs import header_of, read_results
 
 from harness.domain.cluster import Cluster
 from harness.domain.record import Sample, Span
@@ -15,7 +15,6 @@ from harness.measure.store import (
     RecordWriter,
     claim_directory,
     read_header,
-    read_results,
     replacing,
     write_atomically,
     write_header,

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_runs import read_results
 from measured_runs import copies
 
 from harness.cases import finished_repeats
 from harness.errors import HarnessError
 from harness.measure.rank_records import MAX_NAMED
-from harness.measure.store import find_runs, read_header, read_results
+from harness.measure.store import find_runs, read_header
 from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from made_runs import read_results
 from waiting import wait_until
 
-from harness.measure.store import read_results
 from harness.virtual import network, system
 from harness.virtual.state import SWITCH, State
 

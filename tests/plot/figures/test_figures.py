@@ -6,7 +6,7 @@ import made_runs
 import msgspec
 import pandas as pd
 import pytest
-from made_runs import cluster_of, local_header
+from made_runs import cluster_of, local_header, read_results
 from matplotlib.figure import Figure as Canvas
 from measured_runs import (
     GPU,
@@ -25,7 +25,7 @@ from measured_runs import (
 from harness.domain.record import Sample, Span
 from harness.measure.derive.doubts import DoubtKind
 from harness.measure.derive.strategies import StrategyRow
-from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
+from harness.measure.store import RecordWriter, find_runs, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses

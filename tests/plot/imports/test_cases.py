@@ -4,11 +4,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from made_runs import read_results
 
 from harness.errors import ResultsError
 from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.derive.training import training_summary
-from harness.measure.store import read_results
 from harness.plot.imports import READERS, ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
 from harness.plot.imports.epoch_csv import FAR_RANK, NO_NUMBER, is_epoch_csv, parse_epoch_csv

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_runs import read_results
 
 from harness.errors import ResultsError
 from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.derive.training import training_summary
-from harness.measure.store import find_runs, read_results
+from harness.measure.store import find_runs
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.imports import ImportFacts, import_logs

@@ -1,11 +1,11 @@
 """torchtitan's logs: the parts that make a run, and logs that make none."""
 
 import pytest
+from made_runs import read_results
 
 from harness.domain.record import Span
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import training_summary
-from harness.measure.store import read_results
 from harness.plot.imports import ImportFacts, import_logs
 
 HEAD = "[rank{rank}]:[titan] 2026-03-01 10:00:{seconds} - root - INFO - "

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from launching import NEEDS_MPIRUN, PROGRAM, launch
+from made_runs import read_results
 from safetensors.torch import load_file
 
 from harness.measure.derive.spans import samples_of, spans_of
-from harness.measure.store import Run, read_results
+from harness.measure.store import Run
 
 HERE = Path(__file__).parents[1]
 
