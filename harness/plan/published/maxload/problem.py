@@ -294,7 +294,7 @@ def cuts_of(problem: LoadProblem, most: int) -> ClosedSets:
     each size."""
     found = list_closed_sets(problem.producers, most)
     if found is not None:
-        return _tabulate(problem, found, is_complete=True)
+        return tabulate(problem, found, is_complete=True)
     width = max(1, most // (problem.n_operators + 1))
 
     def cheapest(sets: list[int]) -> Integers:
@@ -303,7 +303,7 @@ def cuts_of(problem: LoadProblem, most: int) -> ClosedSets:
 
     beam = list_closed_sets(problem.producers, max(most, problem.n_operators + 1), cheapest)
     assert beam is not None, "each size has at most its part"
-    return _tabulate(problem, beam, is_complete=False)
+    return tabulate(problem, beam, is_complete=False)
 
 
 def _cut_values(problem: LoadProblem, flags: Flags) -> tuple[Floats, Integers, Integers, Integers]:
@@ -313,7 +313,8 @@ def _cut_values(problem: LoadProblem, flags: Flags) -> tuple[Floats, Integers, I
     return found
 
 
-def _tabulate(problem: LoadProblem, sets: list[int], *, is_complete: bool) -> ClosedSets:
+def tabulate(problem: LoadProblem, sets: list[int], *, is_complete: bool) -> ClosedSets:
+    """Some closed sets with their sums."""
     flags = flags_of(sets, problem.n_operators)
     seconds = _sums(flags, problem.seconds)
     order = np.lexsort((flags.sum(axis=1), seconds))

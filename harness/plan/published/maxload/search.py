@@ -34,6 +34,7 @@ from harness.plan.published.maxload.problem import (
     add_device,
     cuts_of,
     merge_free,
+    tabulate,
 )
 from harness.plan.published.pipedream.problem import cheapest_of_parts, members_of
 
@@ -135,7 +136,7 @@ def search(
     """
     small, members = merge_free(problem)
     sets = cuts_of(small, most_sets)
-    quick = best_chain(small, thin(sets, _FEW_SETS), math.inf)
+    quick = best_chain(small, thin(small, sets, _FEW_SETS), math.inf)
     if quick is not None and len(sets) > _FEW_SETS:
         report(quick, len(sets))
     limit_s = math.inf if quick is None else quick.load_s
@@ -164,26 +165,12 @@ def _spread(
     return OperatorPlacement(device_of, placement.load_s)
 
 
-def thin(sets: ClosedSets, most: int) -> ClosedSets:
+def thin(problem: LoadProblem, sets: ClosedSets, most: int) -> ClosedSets:
     """The sets cheapest to cut at, of each part of the work."""
     if len(sets) <= most:
         return sets
-    positions = cheapest_of_parts(sets.seconds, sets.cut_s, most // 3, 3)
-    lengths = np.diff(sets.cut_starts)[positions]
-    chosen = np.concatenate(
-        [np.arange(sets.cut_starts[k], sets.cut_starts[k + 1]) for k in positions]
-    ).astype(np.int64)
-    return ClosedSets(
-        [sets.members[k] for k in positions],
-        sets.words[positions],
-        sets.seconds[positions],
-        sets.n_bytes[positions],
-        sets.cut_s[positions],
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        sets.cut_values[chosen],
-        sets.cut_inside[chosen],
-        is_complete=False,
-    )
+    kept = cheapest_of_parts(sets.seconds, sets.cut_s, most // 3, 3)
+    return tabulate(problem, [sets.members[k] for k in kept], is_complete=False)
 
 
 def best_chain(problem: LoadProblem, sets: ClosedSets, limit_s: float) -> OperatorPlacement | None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -162,7 +163,7 @@ def search(
 def solve(problem: PipelineProblem, cuts: Cuts, *, is_exact: bool = False) -> FoundPipeline | None:
     """The best plan over the given cuts."""
     depth, everything = len(problem.levels) - 1, range(len(cuts))
-    solved = _Solver(problem).chain(cuts, everything, depth, Surroundings())
+    solved = _chain(problem, cuts, everything, depth, Surroundings())
     if solved is None:
         return None
     return FoundPipeline(step_s=solved[0], stages=solved[1], cuts=cuts, is_exact=is_exact)
@@ -195,11 +196,6 @@ class Surroundings:
     n_copies: int = 1
     n_after: int = 0
 
-    def within(self, outer: Surroundings) -> Surroundings:
-        """Of a group inside a group."""
-        n_after = self.n_after * outer.n_copies + outer.n_after
-        return Surroundings(self.n_copies * outer.n_copies, n_after)
-
 
 @dataclass(frozen=True, eq=False)
 class Stages:
@@ -227,8 +223,9 @@ class Stages:
 
     def inside(self, first: int, r: int) -> Surroundings:
         """The surroundings of one worker of a stage."""
-        n_after = (self.n_workers - first - r) * self.n_devices_each
-        return Surroundings(r, n_after).within(self.around)
+        n_copies, n_after = self.around.n_copies, self.around.n_after
+        behind = (self.n_workers - first - r) * self.n_devices_each
+        return Surroundings(r * n_copies, behind * n_copies + n_after)
 
     def block(self, first: int, r: int, rows: slice) -> Floats:
         cuts, cols = self.cuts, slice(rows.start, None)
@@ -255,67 +252,60 @@ class Stages:
         return seconds, seconds
 
 
-class _Solver:
-    """Nests the levels: the compute of a stage is the best time of the level below."""
+def _stages(problem: PipelineProblem, cuts: Cuts, depth: int, around: Surroundings) -> Stages:
+    """Stages of the workers of one level, whose seconds are those of the level below."""
+    inner = math.prod(level.n_workers for level in problem.levels[:depth])
+    stages = Stages(cuts, problem.levels[depth], inner, around)
+    if depth == 0:
+        return stages
 
-    def __init__(self, problem: PipelineProblem) -> None:
-        self._levels, self._is_limited = problem.levels, problem.is_limited
-        self._sizes = [1]
-        for level in problem.levels:
-            self._sizes.append(self._sizes[-1] * level.n_workers)
+    @cache
+    def solved_s(inside: Surroundings) -> Floats:
+        return all_pairs(_stages(problem, cuts, depth - 1, inside))
 
-    def _stages(self, cuts: Cuts, depth: int, around: Surroundings) -> Stages:
-        stages = Stages(cuts, self._levels[depth], self._sizes[depth], around)
-        if depth == 0:
-            return stages
-        known: dict[Surroundings, Floats] = {}
+    def group_s(inside: Surroundings) -> Floats:
+        # Without a memory limit, what lies around a group does not change its time.
+        return solved_s(inside if problem.is_limited else Surroundings())
 
-        def group_s(inside: Surroundings) -> Floats:
-            # Without a memory limit, what lies around a group does not change its time.
-            key = inside if self._is_limited else Surroundings()
-            if key not in known:
-                known[key] = all_pairs(self._stages(cuts, depth - 1, key))
-            return known[key]
+    return replace(stages, group_s=group_s)
 
-        return replace(stages, group_s=group_s)
 
-    def chain(
-        self, cuts: Cuts, positions: Sequence[int], depth: int, around: Surroundings
-    ) -> tuple[float, list[ReplicatedStage]] | None:
-        """Best time and stages of the workers of one level, by cuts with their positions among all
-        of the problem."""
-        stages = self._stages(cuts, depth, around)
-        best = best_chain(stages)
-        if best is None:
-            return None
-        level, found = self._levels[depth], []
-        for k, (start, end, first, r) in enumerate(best[1]):
-            compute_s = float(cuts.compute_s[end] - cuts.compute_s[start])
-            inner: list[ReplicatedStage] = []
-            if depth > 0:
-                own = cuts.between(start, end)
-                solved = self.chain(
-                    cuts.take(own), [positions[i] for i in own], depth - 1, stages.inside(first, r)
-                )
-                assert solved is not None, "the outer stage was costed by this very chain"
-                compute_s, inner = solved
-            parameters = float(cuts.parameter_bytes[end] - cuts.parameter_bytes[start])
-            receive_s, send_s = stages.transfers(first, r)
-            pays = k > 0  # the formula charges no transfers to the first stage of a level
-            found.append(
-                ReplicatedStage(
-                    start=positions[start],
-                    end=positions[end],
-                    first=first,
-                    n_replicas=r,
-                    compute_s=compute_s / r,
-                    sync_s=level.sync_s_per_byte(r) * parameters,
-                    receive_s=pays * float(receive_s[start]),
-                    send_s=pays * float(send_s[end]),
-                    inner=tuple(inner),
-                )
+def _chain(
+    problem: PipelineProblem, cuts: Cuts, positions: Sequence[int], depth: int, around: Surroundings
+) -> tuple[float, list[ReplicatedStage]] | None:
+    """Best time and stages of the workers of one level, by cuts with their positions among all of
+    the problem."""
+    stages = _stages(problem, cuts, depth, around)
+    best = best_chain(stages)
+    if best is None:
+        return None
+    found = []
+    for k, (start, end, first, r) in enumerate(best[1]):
+        compute_s = float(cuts.compute_s[end] - cuts.compute_s[start])
+        inner: list[ReplicatedStage] = []
+        if depth > 0:
+            own = cuts.between(start, end)
+            within = stages.inside(first, r)
+            solved = _chain(problem, cuts.take(own), [positions[i] for i in own], depth - 1, within)
+            assert solved is not None, "the outer stage was costed by this very chain"
+            compute_s, inner = solved
+        parameters = float(cuts.parameter_bytes[end] - cuts.parameter_bytes[start])
+        receive_s, send_s = stages.transfers(first, r)
+        pays = k > 0  # the formula charges no transfers to the first stage of a level
+        found.append(
+            ReplicatedStage(
+                start=positions[start],
+                end=positions[end],
+                first=first,
+                n_replicas=r,
+                compute_s=compute_s / r,
+                sync_s=stages.level.sync_s_per_byte(r) * parameters,
+                receive_s=pays * float(receive_s[start]),
+                send_s=pays * float(send_s[end]),
+                inner=tuple(inner),
             )
-        return best[0], found
+        )
+    return best[0], found
 
 
 def device_stages(found: FoundPipeline, levels: Sequence[Level]) -> list[DeviceStage]:
