@@ -40,6 +40,21 @@ def profile_of(
     return Profile(model=graph.name, measurements=points)
 
 
+def profile_by_keys(
+    graph: Graph, seconds: Seconds = (1.0, 1.0), kind: str = "device", dtype: str = ""
+) -> Profile:
+    """The same of a captured graph, whose operators are measured under their keys in each dtype."""
+    forward_s, backward_s = seconds
+    points = {
+        op.profile_key: Measurement(
+            device_kind=kind, operator=op.profile_key, shape=op.shape, dtype=dtype or op.dtype,
+            forward_s=forward_s, backward_s=backward_s,
+        )
+        for op in filter(has_tasks, graph.operators)
+    }  # fmt: skip
+    return Profile(model=graph.name, measurements=list(points.values()))
+
+
 def changed(graph: Graph, names: Collection[str], **changes: Any) -> Graph:
     """The graph with these changes of its operators of these names."""
     operators = [replace(op, **changes) if op.name in names else op for op in graph.operators]

@@ -82,10 +82,9 @@ LO = Interface(name="lo", address="127.0.0.1", prefix_length=8)
 DOCKER = Interface(name="docker0", address="172.17.0.1", prefix_length=16, speed_bits_per_s=1e10)
 
 
-def ethernet(host, subnet="10.0.0", name="eth0", speed=1e9, prefix=24):
-    return Interface(
-        name=name, address=f"{subnet}.{host}", prefix_length=prefix, speed_bits_per_s=speed
-    )
+def ethernet(host, subnet="10.0.0", name="eth0", speed=1e9):
+    address = f"{subnet}.{host}"
+    return Interface(name=name, address=address, prefix_length=24, speed_bits_per_s=speed)
 
 
 def test_ranks_on_one_host_use_loopback():
@@ -101,24 +100,23 @@ def test_hosts_of_one_name_are_told_by_addresses_that_only_one_has():
     assert find_namesakes(["a", "a"], [[LO, ethernet(1)], [LO, DOCKER, ethernet(1)]]) is None
 
 
-def test_docker0_with_the_same_address_everywhere_is_passed_over_though_faster():
-    hosts = [[LO, DOCKER, ethernet(k)] for k in (1, 2, 3)]
-    for rank in range(3):
-        chosen = choose_interface(rank, ["a", "b", "c"], hosts)
-        assert chosen.name == "eth0"
+def infiniband(host):
+    return ethernet(host, "10.1.0", name="ib0", speed=1e11)
 
 
-def test_the_faster_of_two_shared_networks_wins():
-    hosts = [[LO, ethernet(k), ethernet(k, "10.1.0", name="ib0", speed=1e11)] for k in (1, 2)]
-    chosen = choose_interface(1, ["a", "b"], hosts)
-    assert chosen.name == "ib0"
-
-
-def test_a_network_that_one_host_lacks_does_not_count():
-    fast = [ethernet(k, "10.1.0", name="ib0", speed=1e11) for k in (1, 2)]
-    hosts = [[ethernet(1), fast[0]], [ethernet(2), fast[1]], [ethernet(3)]]
-    chosen = choose_interface(0, ["a", "b", "c"], hosts)
-    assert chosen.name == "eth0"
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [
+        # Faster, but of the same address everywhere.
+        ([[LO, DOCKER, ethernet(k)] for k in (1, 2, 3)], "eth0"),
+        ([[LO, ethernet(k), infiniband(k)] for k in (1, 2)], "ib0"),
+        # Faster, but one host lacks it.
+        ([[ethernet(1), infiniband(1)], [ethernet(2), infiniband(2)], [ethernet(3)]], "eth0"),
+    ],
+)
+def test_the_fastest_network_that_all_hosts_share_is_chosen(hosts, name):
+    for rank in range(len(hosts)):
+        assert choose_interface(rank, list("abc"[: len(hosts)]), hosts).name == name
 
 
 def test_routed_hosts_share_no_subnet_and_still_find_one():

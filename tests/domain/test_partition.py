@@ -15,12 +15,9 @@ from harness.domain.partition import (
 from harness.errors import StrategyError
 
 
-def test_equal_cut_ends_at_floor_of_proportion():
+def test_a_cut_ends_at_the_floor_of_its_proportion():
     assert cut_dim(10, 3) == [(0, 3), (3, 6), (6, 10)]
-
-
-def test_shares_cut_in_proportion_for_unlike_devices():
-    assert cut_dim(300, [2, 1]) == [(0, 200), (200, 300)]
+    assert cut_dim(300, [2, 1]) == [(0, 200), (200, 300)]  # of unlike devices
 
 
 @pytest.mark.parametrize(("size", "cut"), [(2, 3), (4, 0), (4, [1, 0]), (4, []), (4, -1)])
@@ -32,10 +29,8 @@ def test_cut_that_leaves_a_part_empty_is_refused(size, cut):
 def test_blocks_are_numbered_row_major_over_the_dims():
     found = blocks(["sample", "feature"], [4, 6], {"feature": 2, "sample": 2})
     assert found == [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 3)), ((2, 4), (3, 6))]
-    assert part_index(["sample", "feature"], {"feature": 2, "sample": 2}, 2) == {
-        "sample": 1,
-        "feature": 0,
-    }
+    place = part_index(["sample", "feature"], {"feature": 2, "sample": 2}, 2)
+    assert place == {"sample": 1, "feature": 0}
 
 
 def test_copies_of_a_block_are_numbered_one_after_another():
@@ -64,7 +59,5 @@ def test_what_blocks_of_two_partitions_share_tiles_the_tensor(a, b, c, d):
 def test_halo_of_a_3x3_convolution_is_one_row_inside_the_tensor():
     assert input_interval((0, 4), kernel=3, stride=1, padding=1, size=8) == (0, 5)
     assert input_interval((4, 8), kernel=3, stride=1, padding=1, size=8) == (3, 8)
-
-
-def test_strided_pool_without_overlap_has_no_halo():
+    # A pool whose windows do not overlap has none.
     assert input_interval((2, 4), kernel=2, stride=2, padding=0, size=8) == (4, 8)

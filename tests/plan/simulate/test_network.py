@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from made_graphs import changed, links_between
+from made_runs import cluster_of as nodes_of
 from simulated import (
     BY_SAMPLES,
     MB,
@@ -19,7 +20,7 @@ from simulated import (
     timeline,
 )
 
-from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.builders import tensor_parallel
@@ -56,20 +57,13 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
     assert found.outcome.lowered.work.edge_bytes.tolist() == [0.0]
 
 
-def star(n, nic=None, bandwidth=16.0):
+def star(n, nic=None):
     """Node 0 sends one tensor to n consumers, each on a node of its own."""
     consumers = [op(f"b{i}", ["a"], 1) for i in range(n)]
     graph, profile = model([op("a", ["x"], 4, 8), *consumers], (1.0, 0.0))
-    nodes = [
-        Node(
-            name=f"n{i}",
-            devices=[Device(name=f"n{i}:0", kind="device", memory_bytes=MB)],
-            nic_bytes_per_s=nic,
-        )
-        for i in range(n + 1)
-    ]
-    names = [node.name + ":0" for node in nodes]
-    links = links_between(names, lambda a, b: (0.0, bandwidth))
+    hosts = [f"n{i}" for i in range(n + 1)]
+    nodes = nodes_of(hosts, kind="device", memory_bytes=MB, nic_bytes_per_s=nic).nodes
+    links = links_between([f"{host}:0" for host in hosts], lambda a, b: (0.0, 16.0))
     plans = {"a": OperatorPlan({}, [0])}
     plans |= {f"b{i}": OperatorPlan({}, [i + 1]) for i in range(n)}
     return graph, profile, Cluster(nodes=nodes, links=links), plans

@@ -37,6 +37,12 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import binding, events, explain, sent_bytes
 from harness.plan.simulate.sharded_state import gather_seconds
 
+# Two nodes of two devices, and samples on all of them.
+TWO_NODES = Cluster.uniform(
+    2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
+)
+FOUR = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+
 
 @pytest.mark.parametrize(
     ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "peak_bytes", "sent"),
@@ -88,11 +94,7 @@ def test_each_node_keeps_the_whole_state_that_is_sharded_within_nodes(
     state, complete_s, optimizer_s, gather_s, static_bytes, sent
 ):
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
-    cluster = Cluster.uniform(
-        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
-    )
-    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
-    found = simulate_chain(plan, plan, cluster, options=options, shard_state=state)
+    found = simulate_chain(FOUR, FOUR, TWO_NODES, options=options, shard_state=state)
     out = found.outcome
     assert out.device_end_s.tolist() == [complete_s] * 4
     assert out.optimizer_s.tolist() == [optimizer_s] * 4
@@ -116,12 +118,10 @@ def test_where_the_optimizer_is_sharded_gradients_are_summed_to_owners_once_a_st
 
 
 def test_only_the_last_microbatch_sums_gradients_between_nodes():
-    cluster = Cluster.uniform(
-        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
-    )
-    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
     sent = {
-        state: sent_bytes(simulate_chain(plan, plan, cluster, n_microbatches=2, shard_state=state))
+        state: sent_bytes(
+            simulate_chain(FOUR, FOUR, TWO_NODES, n_microbatches=2, shard_state=state)
+        )
         for state in ("gradients", "gradients_in_node")
     }
     # Twice half of the gradients, and new weights once to each node; or one sum.
@@ -129,13 +129,9 @@ def test_only_the_last_microbatch_sums_gradients_between_nodes():
 
 
 def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them():
-    cluster = Cluster.uniform(
-        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
-    )
-    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
     options = SimulatorOptions(bucket_bytes=1)
     summed, averaged = (
-        simulate_chain(plan, plan, cluster, options=how, shard_state="parameters_in_node")
+        simulate_chain(FOUR, FOUR, TWO_NODES, options=how, shard_state="parameters_in_node")
         for how in (options, options.averaging(4))
     )
     assert sent_bytes(summed) == [120] * 4
@@ -153,7 +149,7 @@ def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them
         ("reduce-scatter a", 7.5, 10.0),
     ]
     same = simulate_chain(
-        plan, plan, cluster, options=options.averaging(4), shard_state="parameters"
+        FOUR, FOUR, TWO_NODES, options=options.averaging(4), shard_state="parameters"
     )
     assert same.outcome.device_end_s.tolist() == averaged.outcome.device_end_s.tolist()
 

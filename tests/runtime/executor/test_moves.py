@@ -8,10 +8,8 @@ import pytest
 import torch
 from equivalence_cases import copied_case, random_case
 from equivalence_models import described, small_task
-from made_graphs import small_cluster
+from made_graphs import profile_by_keys, small_cluster
 
-from harness.domain.profile import Measurement, Profile
-from harness.domain.sharding import has_tasks
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.geometry.layout import Layout
@@ -51,22 +49,7 @@ def executed(layout, precision):
 def simulated(graph, strategy, n_ranks, dtype):
     """The same by the simulator."""
     cluster = small_cluster(n_ranks)
-    kind = cluster.devices[0].kind
-    profile = Profile(
-        model=graph.name,
-        graph_hash=graph.content_hash(),
-        measurements=[
-            Measurement(
-                device_kind=kind,
-                operator=op.profile_key,
-                dtype=op.dtype,
-                shape=op.shape,
-                forward_s=1.0,
-                backward_s=1.0,
-            )
-            for op in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
-        ],
-    )
+    profile = profile_by_keys(graph, kind=cluster.devices[0].kind)
     options = SearchConfig(dtype=dtype).simulator_options()
     simulator = Simulator(graph, profile, cluster, options=options)
     trial = Trial(simulator, strategy)

@@ -1,22 +1,16 @@
 """What the table of a profile says beside its numbers."""
 
 import pytest
+from made_graphs import profile_by_keys
+from msgspec.structs import replace
 
-from harness.domain.profile import Measurement, Profile, WholeStep
-from harness.domain.sharding import has_tasks
+from harness.domain.profile import WholeStep
 from harness.runtime.capture.capture import capture_model
 from harness.workloads.profile.table import _loose_fits, _order_advice, _sums
 
 
 def profiled(graph, steps, dtype="float32"):
     """Each operator in 2 ms, and whole steps as (batch, seconds, seconds of operators)."""
-    points = {
-        operator.profile_key: Measurement(
-            device_kind="gpu", operator=operator.profile_key, shape=operator.shape,
-            dtype=dtype, forward_s=0.001, backward_s=0.001,
-        )
-        for operator in filter(has_tasks, graph.operators)
-    }  # fmt: skip
     whole = [
         WholeStep(
             device_kind="gpu", batch=batch, dtype=dtype, step_s=step_s, operators_s=operators_s,
@@ -24,7 +18,7 @@ def profiled(graph, steps, dtype="float32"):
         )
         for batch, step_s, operators_s in steps
     ]  # fmt: skip
-    return Profile(model=graph.name, measurements=list(points.values()), whole_steps=whole)
+    return replace(profile_by_keys(graph, (0.001, 0.001), "gpu", dtype), whole_steps=whole)
 
 
 def test_a_gpu_that_waits_for_its_host_is_named_with_the_batch_at_which_it_stops():

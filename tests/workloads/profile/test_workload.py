@@ -9,6 +9,7 @@ import profile_on_ranks
 import pytest
 import torch
 from local_ranks import run_on_ranks
+from made_graphs import profile_by_keys
 from made_runs import local_header
 from torch import nn
 
@@ -302,17 +303,7 @@ def test_kinds_of_device_that_have_not_measured_the_graph_have_no_row(profiled):
 def test_a_later_step_replaces_the_one_before():
     graph = captured_model("lenet", 8)
     own = graph.content_hash()
-    points = [
-        Measurement(
-            device_kind="a",
-            operator=operator.profile_key,
-            shape=operator.shape,
-            forward_s=1.0,
-            backward_s=2.0,
-        )
-        for operator in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
-    ]
-    profile = Profile(model="lenet", measurements=points)
+    profile = profile_by_keys(graph, (1.0, 2.0), "a")
     first = with_whole_steps(profile, graph, "float32", {("a", 8): [2.0, 9.0, 3.0], ("b", 8): [1]})
     (step,) = first.whole_steps  # no operator was measured on the other kind of device
     n_operators = sum(map(has_tasks, graph.operators))

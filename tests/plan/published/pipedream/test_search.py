@@ -6,8 +6,9 @@ import random
 
 import pytest
 from made_graphs import links_between, profile_of
+from made_runs import cluster_of
 
-from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.errors import ClusterError
 from harness.plan.published.pipedream.planner import _workers, levels_for
@@ -253,17 +254,12 @@ def test_minibatches_in_flight(replicas, behind, minibatches):
 
 def linked(*sizes, missing=0):
     """Nodes of so many devices; links between them are unlike, and some may be missing."""
-    nodes = [
-        Node(
-            name=f"n{i}",
-            devices=[Device(name=f"n{i}:{j}", kind="gpu", memory_bytes=10**9) for j in range(size)],
-        )
-        for i, size in enumerate(sizes)
-    ]
-    names = [device.name for node in nodes for device in node.devices]
+    hosts = [f"n{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    cluster = cluster_of(hosts, memory_bytes=10**9)
+    names = [device.name for device in cluster.devices]
     rates = itertools.count(2.0, 0.01)
     links = links_between(names, lambda a, b: (0.0, 8.0 if a[:2] == b[:2] else next(rates)))
-    return Cluster(nodes=nodes, links=links[: len(links) - missing])
+    return Cluster(nodes=cluster.nodes, links=links[: len(links) - missing])
 
 
 def levels_at(cluster, limit=None):
