@@ -29,7 +29,6 @@ from harness.measure.store import RecordWriter, find_runs, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses
-from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import cells
 from harness.plot.render import image_bytes
@@ -53,6 +52,14 @@ def catalog(comparison):
 @pytest.fixture(scope="module")
 def of_planned(planned):
     return catalog_of(planned)
+
+
+def drawn(name, table):
+    """The canvas of a figure, laid out."""
+    canvas = Canvas(layout="constrained")
+    load_figure(name).draw(table, canvas)
+    canvas.draw_without_rendering()
+    return canvas
 
 
 def row_of(table, **values):
@@ -238,13 +245,11 @@ def test_a_failed_run_is_drawn_beside_the_run_of_its_case_that_is_ok(tmp_path):
         writer.write([Sample(value=ord(name), time_s=1e6, **load)])
         writer.close()
     catalog = catalog_of(tmp_path)
-    canvas = Canvas()
-    load_figure("step_time").draw(table_of("step_time", catalog), canvas)
+    canvas = drawn("step_time", table_of("step_time", catalog))
     lines = [len(axes.lines) for axes in canvas.axes if axes.lines]
     assert lines == [4, 3]  # each of two repeats, then the failed run, with median and outliers
     assert canvas.axes[1].get_title().endswith("timed out")
-    canvas = Canvas()
-    load_figure("memory").draw(table_of("memory", catalog), canvas)
+    canvas = drawn("memory", table_of("memory", catalog))
     assert [text.get_text() for text in canvas.axes[0].texts if "✕" in text.get_text()]
     table = table_of("device_load", catalog)
     readings = table[table["time_s"] == 1e6].set_index("repeat")["value"]
@@ -355,10 +360,7 @@ def test_the_warnings_of_a_run_stand_in_one_line(tmp_path):
 
 
 def test_the_words_about_steps_stand_above_all_points(catalog):
-    canvas = Canvas()
-    load_figure("step_time").draw(table_of("step_time", catalog), canvas)
-    canvas.draw_without_rendering()
-    for axes in canvas.axes:
+    for axes in drawn("step_time", table_of("step_time", catalog)).axes:
         points = [y for line in axes.lines for y in line.get_ydata()]
         for words in axes.texts:
             (_, bottom), _ = axes.transData.inverted().transform(words.get_window_extent())
@@ -505,8 +507,7 @@ def test_large_numbers_are_drawn_without_exponents(name, unit, catalog, of_plann
     table = table_of(name, of_planned if table_of(name, catalog).empty else catalog)
     amounts = [c for c in table.columns if c.endswith(("_s", "_bytes")) and c != "array_bytes"]
     table[amounts] *= unit / table[amounts].max().max()
-    canvas = Canvas(layout="constrained")
-    load_figure(name).draw(table, canvas)
+    canvas = drawn(name, table)
     texts = [text.get_text() for axes in canvas.axes for text in axes.texts]
     assert any(char.isdigit() for char in "".join(texts))
     assert not [text for text in texts if re.search(r"\de\+", text)]
@@ -640,10 +641,8 @@ def test_names_of_misses_clear_each_other_where_the_layout_has_put_them():
     table = pd.DataFrame(points, columns=["strategy", "measured_s", "predicted_s"])
     table["error"] = table["predicted_s"] / table["measured_s"] - 1
     table["low_s"], table["high_s"] = table["measured_s"] / 2, table["measured_s"] * 1.3
-    canvas = Canvas(layout="constrained")
     same = {"model": "lenet", "label": table["strategy"], "status": "ok", "reason": ""}
-    load_figure("prediction").draw(table.assign(**same), canvas)
-    canvas.draw_without_rendering()
+    canvas = drawn("prediction", table.assign(**same))
     places = [note.get_window_extent() for note in canvas.axes[0].texts]
     assert [place.count_overlaps(places) for place in places] == [1] * 5
 
@@ -661,27 +660,20 @@ def test_the_words_about_entries_left_out_stand_above_the_legend():
     assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
 
 
+def scaling_of(labels, efficiencies, **more):
+    table = pd.DataFrame({"label": labels, "strategy": "ddp", "efficiency": efficiencies})
+    same = {"scaling": "strong", "n_devices": 5, "baseline_devices": 1, "status": "ok"}
+    return drawn("scaling", table.assign(**same, reason="", **more)).axes[0]
+
+
 def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
-    canvas = Canvas(layout="constrained")
-    series = {
-        "label": ["ddp", "searched"],
-        "strategy": ["ddp", "searched"],
-        "efficiency": [0.3, 0.32],
-    }
-    same = {"scaling": "strong", "n_devices": 5, "baseline_devices": 1, "low": 0.2, "high": 1.0}
-    draw_scaling(pd.DataFrame({**series, "status": "ok", "reason": ""}).assign(**same), canvas)
-    places = [note.get_window_extent() for note in canvas.axes[0].texts]
+    panel = scaling_of(["ddp", "searched"], [0.3, 0.32], low=0.2, high=1.0)
+    places = [note.get_window_extent() for note in panel.texts]
     assert [place.count_overlaps(places) for place in places] == [1, 1]
 
 
 def test_a_crowd_of_lines_leaves_its_labels_at_their_points():
-    table = pd.DataFrame({"label": [f"{n}" for n in range(20)], "efficiency": 0.9})
-    same = {"scaling": "strong", "strategy": "ddp", "n_devices": 5, "baseline_devices": 1}
-    same |= {"low": 0.9, "high": 0.9, "status": "ok", "reason": ""}
-    canvas = Canvas(layout="constrained")
-    draw_scaling(table.assign(**same), canvas)
-    canvas.draw_without_rendering()
-    panel = canvas.axes[0]
+    panel = scaling_of([f"{n}" for n in range(20)], [0.9] * 20, low=0.9, high=0.9)
     assert panel.texts
     assert all(note.get_window_extent().y1 < panel.get_window_extent().y1 for note in panel.texts)
 
@@ -690,9 +682,7 @@ def test_the_legend_of_many_devices_fits_beside_their_panels():
     readings = [{"rank": n, "device": f"rank {n} (node{n}:cuda:0)"} for n in range(32)]
     same = {"label": "net · ddp", "repeat": 0, "status": "ok", "reason": "", "value": 50.0}
     same |= {"metric": "device_utilization_percent", "time_s": 1.0}
-    canvas = Canvas(layout="constrained")
-    load_figure("device_load").draw(pd.DataFrame(readings).assign(**same), canvas)
-    canvas.draw_without_rendering()
+    canvas = drawn("device_load", pd.DataFrame(readings).assign(**same))
     (legend,) = canvas.subfigs[0].legends
     assert legend.get_texts()[-1].get_text() == "and 21 more"
     place = legend.get_window_extent()
@@ -704,8 +694,7 @@ def test_the_interval_of_a_bubble_ends_within_its_panel():
     row = {"model": "net", "label": "pipeline", "strategy": "pipeline", "status": "ok"}
     row |= {"reason": "", "n_stages": 2, "n_microbatches": 2, "n_values": 6, "rank": None}
     row |= {"bubble": 0.5, "predicted_bubble": 0.3, "low": 0.3, "high": 0.9}
-    canvas = Canvas()
-    load_figure("pipeline_bubble").draw(pd.DataFrame([row]), canvas)
+    canvas = drawn("pipeline_bubble", pd.DataFrame([row]))
     assert canvas.axes[0].get_xlim()[1] >= 90
 
 
@@ -714,9 +703,7 @@ def test_the_title_of_a_model_with_a_long_name_ends_within_the_figure():
     name = "a_very_long_package_name.with_modules.models:make_the_transformer"
     same = {"workload": name, "line": "ddp", "strategy": "ddp", "status": "ok", "reason": ""}
     with drawing_style():
-        canvas = Canvas(layout="constrained")
-        load_figure("loss").draw(pd.DataFrame(steps).assign(**same), canvas)
-        canvas.draw_without_rendering()
+        canvas = drawn("loss", pd.DataFrame(steps).assign(**same))
         ends = [axes.get_tightbbox().x1 for axes in canvas.axes]
     assert max(ends) <= canvas.bbox.x1
 
