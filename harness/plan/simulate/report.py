@@ -178,8 +178,8 @@ def _group_name(group: Sequence[int], names: Sequence[str], kind: str = "all-red
     return where + (f" and {len(group) - 4} more" if len(group) > 4 else "")
 
 
-def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
-    """Records of one step by rank, as in a measured run; the first rank starts at 0."""
+def spans(simulation: Simulation) -> dict[int, list[Span]]:
+    """Records of step 0 by rank, as in a measured run; the first rank starts at 0."""
     found: dict[int, list[Span]] = {rank: [] for rank in range(len(simulation.simulator.limits))}
     for event in events(simulation):
         computed = event.span.operator if event.span.kind != "communication" else None
@@ -187,24 +187,19 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
         for rank in event.ranks:
             others = [other for other in event.ranks if other != rank]
             peer = others[0] if len(others) == 1 else None
-            found[rank].append(replace(event.span, step=step, stage=stage, peer=peer))
+            found[rank].append(replace(event.span, step=0, stage=stage, peer=peer))
     out = simulation.outcome
     for rank, own in found.items():
         start, duration = float(out.device_end_s[rank]), float(out.optimizer_s[rank])
         if duration > 0:
-            own.append(Span(kind="optimizer", step=step, start_s=start, duration_s=duration))
-        if out.gather_s[rank] > 0:
+            own.append(Span(kind="optimizer", step=0, start_s=start, duration_s=duration))
+        if (gather_s := float(out.gather_s[rank])) > 0:
+            name, end = "all-gather of weights", start + duration
             own.append(
-                Span(
-                    kind="communication",
-                    name="all-gather of weights",
-                    step=step,
-                    start_s=start + duration,
-                    duration_s=float(out.gather_s[rank]),
-                )
+                Span(kind="communication", name=name, step=0, start_s=end, duration_s=gather_s)
             )
         begin = float(out.device_begin_s[rank])
-        own.append(Span(kind="step", step=step, start_s=begin, duration_s=out.step_s))
+        own.append(Span(kind="step", step=0, start_s=begin, duration_s=out.step_s))
     return found
 
 

@@ -156,8 +156,8 @@ def test_an_average_is_one_more_state_and_three_more_accesses():
 
 
 def test_records_are_those_of_a_measured_run():
-    by_rank = spans(simulate_chain(ZERO, ONE), step=3)
-    assert {span.step for own in by_rank.values() for span in own} == {3}
+    by_rank = spans(simulate_chain(ZERO, ONE))
+    assert {span.step for own in by_rank.values() for span in own} == {0}
     assert [(s.kind, s.start_s) for s in by_rank[1]] == [
         ("communication", 1.0),
         ("forward", 3.0),
