@@ -6,14 +6,14 @@ from harness.nodes.mpi import common_networks
 from harness.nodes.parse import parse_facts
 
 
-def _host(index, *, fast="10.1.0"):
+def _host(index):
     """Its name's address stands on eth0; a faster network is beside it."""
     return Facts(
         hostname=f"n{index}",
         interfaces=(
             InterfaceFacts(name="lo", networks=("127.0.0.1/8",)),
             InterfaceFacts(name="eth0", networks=(f"10.0.0.{index}/24",), claimed_mbit_per_s=1000),
-            InterfaceFacts(name="ib0", networks=(f"{fast}.{index}/24",), claimed_mbit_per_s=40000),
+            InterfaceFacts(name="ib0", networks=(f"10.1.0.{index}/24",), claimed_mbit_per_s=40000),
             InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), claimed_mbit_per_s=10**5),
         ),
         routes=(PeerRoute(address="10.0.0.99", interface="eth0", source=f"10.0.0.{index}"),),

@@ -15,27 +15,16 @@ from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator, Trial
 
 
-def mlp(n_linears=4, batch=8):
+def mlp(n_linears):
     """in -> l0 -> r0 -> l1 -> r1 -> ... with rectifiers between, 8 features everywhere."""
-    shape = {"sample": batch, "feature": 8}
-    operators = [Operator(name="in", kind="input", shape=shape)]
+    same = {"shape": {"sample": 8, "feature": 8}, "activation_bytes": 256}
+    attrs = {"in_features": 8, "out_features": 8}
+    operators = [Operator(name="in", kind="input", shape=same["shape"])]
     for i in range(n_linears):
-        operators.append(
-            Operator(
-                name=f"l{i}",
-                kind="linear",
-                inputs=[operators[-1].name],
-                shape=shape,
-                parameter_bytes=256,
-                activation_bytes=256,
-                attrs={"in_features": 8, "out_features": 8},
-            )
-        )
-        rectifier = Operator(
-            name=f"r{i}", kind="elementwise", inputs=[f"l{i}"], shape=shape, activation_bytes=256
-        )
-        operators.append(rectifier)
-    return Graph(name="mlp", batch=batch, operators=operators)
+        weights = {"inputs": [operators[-1].name], "parameter_bytes": 256, "attrs": attrs}
+        operators.append(Operator(name=f"l{i}", kind="linear", **same, **weights))
+        operators.append(Operator(name=f"r{i}", kind="elementwise", inputs=[f"l{i}"], **same))
+    return Graph(name="mlp", batch=8, operators=operators)
 
 
 def simulator_of(graph, cluster):

@@ -21,10 +21,10 @@ from harness.plan.report import ProgressLine
 DATA = Path(__file__).parents[3] / "shared/data"
 
 
-def node(name, ms, activation=1000, parameters=0):
+def node(name, ms, parameters=0):
     return (
         f"{name} -- Linear(in_features=8, out_features=8) -- forward_compute_time={ms:.3f}, "
-        f"backward_compute_time={2 * ms:.3f}, activation_size={activation}.000, "
+        f"backward_compute_time={2 * ms:.3f}, activation_size=1000.000, "
         f"parameter_size={parameters}.000"
     )
 

@@ -118,13 +118,13 @@ def test_an_unknown_operator_or_device_kind_is_named():
         times.lookup(CONV, "cpu")
 
 
-def jittered(spread, n_samples=9):
+def jittered(spread):
     """Seconds of 1 ms a sample, but for one size that was caught in a slow moment."""
     seconds = {1: 1.0, 2: 2.0, 3: 3.9, 4: 4.0, 6: 6.0, 8: 8.0}
     points = [
         Measurement(
             device_kind="gpu", operator="conv", shape={"sample": n, "feature": 4}, forward_s=s,
-            backward_s=2 * s, spread=spread, n_samples=n_samples,
+            backward_s=2 * s, spread=spread, n_samples=9,
         )
         for n, s in seconds.items()
     ]  # fmt: skip

@@ -13,10 +13,10 @@ from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator
 
 
-def merged_rows(*, batch=32, n_rows=16):
-    """Layers of which the second has a row for each step of each sample."""
-    graph, profile = layers(4, batch=batch)
-    shape = {"sample": batch * n_rows, "feature": 8}
+def merged_rows():
+    """Layers of which the second has a row for each of 16 steps of each sample."""
+    graph, profile = layers(4, batch=32)
+    shape = {"sample": 32 * 16, "feature": 8}
     points = [replace(p, shape=shape) if p.operator == "fc1" else p for p in profile.measurements]
     return changed(graph, ["fc1"], shape=shape), replace(profile, measurements=points)
 

@@ -45,11 +45,11 @@ GIB = 2**30
 STEP_S = (0.064, 0.1385, 0.0173)  # of 16 samples: forward, backward and optimizer
 
 
-def tesla(*, rate: float = TEN_GBE, slow_rate: float = ONE_GBE) -> Cluster:
+def tesla() -> Cluster:
     """The five machines of hosts/tesla.txt as one GPU of each kind and the links show them; node 4
     is the one on 1 Gbit/s. Steps of ViT-B/16 on one RTX 3070 are scaled by the slowness of each
     kind."""
-    rates = [rate, rate, rate, rate, slow_rate]
+    rates = [*[TEN_GBE] * 4, ONE_GBE]
     names = [f"ecetesla{k}" for k in range(5)]
     nodes = [
         Node(
