@@ -76,6 +76,7 @@ class Operator(
             n_normalized (last dims that a layer norm runs over),
             is_cut_by_samples (false if a part of the samples cannot be computed separately),
             mixes_samples (true if a microbatch cannot either: the batch stays in one piece),
+            reads_samples (false if no sample affects it, and several devices may compute it),
             writes_buffers (names of the model's buffers that it shares with others and that one
             of them writes; these operators must be on one device),
             statistics (`frozen` if a batch norm does not compute them from its input),
@@ -144,6 +145,12 @@ class Operator(
     def weight_bytes(self) -> int:
         """Bytes of all weights that it uses."""
         return self.parameter_bytes + self.tied_bytes
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether samples affect it, as far as is known. Otherwise several devices may compute all
+        of it, each for the readers of its own samples, which the operator is then cut by."""
+        return self.attrs.get("reads_samples") is not False
 
     @property
     def n_elements(self) -> int:

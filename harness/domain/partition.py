@@ -117,6 +117,12 @@ def intersect(a: Block, b: Block) -> Block | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def samples_of(cuts: Mapping[str, Cut], index: int, samples: int) -> Interval:
+    """The samples of block `index`: all, unless they are cut, which only the outermost dim is."""
+    cut = cuts.get(SAMPLE, 1)
+    return cut_dim(samples, cut)[index * n_parts(cut) // count_parts(cuts)]
+
+
 def volume(block: Block) -> int:
     """Number of elements of a block."""
     return math.prod([stop - start for start, stop in block])

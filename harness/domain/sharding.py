@@ -17,6 +17,7 @@ from harness.domain.partition import (
     Cut,
     Interval,
     blocks,
+    cut_dim,
     input_interval,
     n_parts,
     part_index,
@@ -122,9 +123,12 @@ def full_blocks(
     shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
     units = full_units(operator, batch=batch, graph_batch=graph_batch)
     each = [size // units[dim] for dim, size in shape.items()]
+    own = {dim: cut for dim, cut in cuts.items() if dim != SAMPLE or SAMPLE in shape}
+    repeats = [(0, batch)] if len(own) == len(cuts) else cut_dim(batch, cuts[SAMPLE])
     return [
         tuple((start * n, stop * n) for (start, stop), n in zip(block, each, strict=True))
-        for block in blocks(list(units), list(units.values()), cuts)
+        for _ in repeats
+        for block in blocks(list(units), list(units.values()), own)
     ]
 
 
@@ -150,7 +154,7 @@ def _n_summed(operator: Operator) -> object:
 
 def is_partial(operator: Operator, dim: str) -> bool:
     """Whether parts along `dim` are partial sums of one output rather than pieces of it."""
-    return dim not in (operator.shape or {SAMPLE: 1}) and dim != REPLICA
+    return dim in PARTIAL_DIMS and dim not in operator.shape
 
 
 def output_sizes(operator: Operator, sizes: Mapping[str, int]) -> dict[str, int]:

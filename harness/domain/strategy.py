@@ -281,6 +281,7 @@ def _check_plan(
 ) -> None:
     shape = full_shape(operator, batch=microbatch, graph_batch=graph_batch)
     allowed = cuttable_dims(operator, shape) + [REPLICA] * may_have_copies(operator)
+    allowed += [SAMPLE] * (not operator.reads_samples)
     for dim, cut in plan.partition.items():
         if dim not in allowed and not (dim in (*shape, REPLICA) and n_parts(cut) == 1):
             raise StrategyError(

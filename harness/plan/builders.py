@@ -45,6 +45,8 @@ def cut_or_whole(
     """Cut along `dim` over the devices where that is possible; else by samples; else whole."""
     shape = full_units(operator, batch=batch, graph_batch=graph.batch)
     allowed = cuttable_dims(operator, shape)
+    if dim == SAMPLE and not operator.reads_samples:
+        allowed, shape = [SAMPLE], {SAMPLE: batch}
     n = len(devices)
     if n > 1 and dim in allowed and shape[dim] >= n:
         return OperatorPlan({dim: cut}, list(devices))
@@ -316,34 +318,17 @@ def pipeline(
     )
 
 
-def with_copies(strategy: Strategy, graph: Graph, n_replicas: int) -> Strategy:
-    """Let each of several replicas compute the operators that are not cut by samples, which the
-    first one computes for all.
-
-    Args:
-        strategy: of operators whose outermost cut is by samples, over the replicas.
+def check_replicas(strategy: Strategy, graph: Graph) -> None:
+    """Refuse to average the replicas of a strategy, if one computes an operator for all.
 
     Raises:
-        StrategyError: such an operator may have no copies, because it has weights.
+        StrategyError: an operator is not cut by samples.
     """
-    if n_replicas == 1:
-        return strategy
-    operators = {operator.name: operator for operator in graph.operators}
-    firsts = {
-        plan.stage: plan.devices[:: len(plan.devices) // n_replicas]
-        for plan in strategy.operators.values()
-        if SAMPLE in plan.partition
-    }
-    plans = dict(strategy.operators)
-    for name, plan in plans.items():
-        if SAMPLE in plan.partition:
-            continue
-        if not may_have_copies(operators[name]) or plan.stage not in firsts:
+    for name, plan in strategy.operators.items():
+        if SAMPLE not in plan.partition:
+            kind = graph.operators[graph.index()[name]].kind
             raise StrategyError(
                 f"--sync-every averages replicas that exchange nothing else, and operator {name!r} "
-                f"({operators[name].kind}) is computed by one of them for all: drop it, or use "
+                f"({kind}) is computed by one of them for all: drop it, or use "
                 "--engine torch --strategy ddp"
             )
-        copies = {REPLICA: n_replicas}
-        plans[name] = msgspec.structs.replace(plan, partition=copies, devices=firsts[plan.stage])
-    return msgspec.structs.replace(strategy, operators=plans)

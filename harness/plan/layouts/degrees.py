@@ -284,10 +284,11 @@ def _replicated(
     devices: Sequence[int],
 ) -> OperatorPlan:
     """A group's plan on every replica."""
-    is_cut = SAMPLE in cuttable_dims(operator, units)  # not indices, nor a loss of whole batches
+    # Not where a function is unknown, nor a loss of whole batches.
+    is_cut = SAMPLE in cuttable_dims(operator, units) or not operator.reads_samples
     if layout.dp == 1 or not is_cut:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
-    if units.get(SAMPLE, 0) < layout.dp:
+    if units.get(SAMPLE, layout.dp) < layout.dp:
         raise StrategyError(
             f"operator {operator.name!r} cannot be cut into {layout.dp} replicas: lower dp"
         )

@@ -22,7 +22,7 @@ from harness.domain.key_forms import (
     kept_elements,
     key_features,
 )
-from harness.domain.partition import SAMPLE, Block, Interval, volume
+from harness.domain.partition import SAMPLE, Block, Interval, samples_of, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     CONTRACTION,
@@ -270,12 +270,15 @@ class Costs:
 
     def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         output_dims = self._output_dims(producer)
-        held = np.array([[block[k] for k in output_dims] for block in self.blocks(producer, a)])
+        held = [[block[k] for k in output_dims] for block in self.blocks(producer, a)]
         operator, maker = self.graph.operators[consumer], self.graph.operators[producer]
         shape = output_sizes(maker, self.shapes[producer])
+        is_repeated = SAMPLE in a.partition and SAMPLE not in shape
+        for k, block in enumerate(held if is_repeated else ()):
+            block.append(samples_of(a.partition, k, self.samples))
         pieces = PricedPieces(
             a,
-            held,
+            np.array(held),
             self.wire_bytes_per_element(producer),
             is_summed=any(is_partial(maker, dim) for dim in a.partition),
         )
@@ -289,15 +292,13 @@ class Costs:
                 zip(self.blocks(consumer, b), b.devices, strict=True)
             ):
                 wanted = input_block(
-                    operator,
-                    self.shapes[consumer],
-                    block,
-                    shape,
-                    argument=argument,
-                    has_own_keys=b.keys != "input",
-                )
-                copies = copies_of(b, k)
-                region = regions.setdefault((wanted, copies), len(regions))
+                    operator, self.shapes[consumer], block, shape,
+                    argument=argument, has_own_keys=b.keys != "input",
+                )  # fmt: skip
+                if is_repeated:
+                    first, _ = samples_of(b.partition, k, self.samples)
+                    wanted += ((first, first + 1),)
+                region = regions.setdefault((wanted, copies := copies_of(b, k)), len(regions))
                 if (region, device) in found:
                     continue
                 number = found[region, device] = len(found)

@@ -6,7 +6,6 @@ calibrated again since, that plan is predicted again.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +16,16 @@ from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import SCORE_FLOPS, Graph
-from harness.domain.partition import n_replicas, volume
+from harness.domain.partition import volume
 from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
 from harness.domain.shard_state import ShardState, averaged_replicas, shards_in_nodes
-from harness.domain.sharding import full_blocks, full_shape, has_tasks
+from harness.domain.sharding import full_blocks, has_tasks
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
-from harness.plan.builders import with_copies
+from harness.plan.builders import check_replicas
 from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
 from harness.plan.search.space import (
     balanced_pipeline,
@@ -122,8 +121,9 @@ def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) ->
             shares = proportional_shares(seconds, batch) or shares
         is_even = max(shares) - min(shares) <= 1
         strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
-        is_averaged = case.sync_every > 1 and case.engine == "executor"
-        return [with_copies(strategy, graph, len(shares)) if is_averaged else strategy]
+        if case.sync_every > 1 and case.engine == "executor":
+            check_replicas(strategy, graph)
+        return [strategy]
     if case.strategy == "tensor":
         return [builders.tensor_parallel(graph, cluster, batch)]
     if case.strategy == "hybrid":
@@ -176,7 +176,9 @@ def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> S
         n_microbatches=n_microbatches,
         schedule=case.schedule,
     )
-    return with_copies(strategy, simulator.graph, layout.dp) if is_averaged else strategy
+    if is_averaged and layout.dp > 1:
+        check_replicas(strategy, simulator.graph)
+    return strategy
 
 
 def search_config_of(case: TrainCase) -> SearchConfig:
@@ -387,12 +389,12 @@ def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[StepF
     flops = [StepFlops(0.0, 0.0)] * n_devices
     for operator in filter(has_tasks, graph.operators):
         plan = strategy.operators[operator.name]
-        shape = full_shape(operator, batch=strategy.batch, graph_batch=graph.batch)
         scores = operator.attrs.get(SCORE_FLOPS, 0.0)
         assert isinstance(scores, int | float)
         parts = full_blocks(operator, plan.partition, batch=strategy.batch, graph_batch=graph.batch)
+        computed = sum(map(volume, parts))
         for block, device in zip(parts, plan.devices, strict=True):
-            share = volume(block) / math.prod(shape.values()) / n_replicas(plan.partition)
+            share = volume(block) / computed
             before, whole = flops[device], operator.forward_flops + operator.backward_flops
             flops[device] = StepFlops(before.total + share * whole, before.scores + share * scores)
     return flops

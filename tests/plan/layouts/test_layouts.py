@@ -13,7 +13,7 @@ from harness.domain.profile import OptimizerTime
 from harness.domain.shard_state import SHARD_STATES
 from harness.domain.strategy import validate
 from harness.errors import PlanError, StrategyError
-from harness.plan.builders import with_copies
+from harness.plan.builders import check_replicas
 from harness.plan.costs import PlanRequest, run
 from harness.plan.importing.times import (
     LayerTime,
@@ -368,21 +368,23 @@ def test_neighbours_share_a_layer_and_stages_are_farthest_apart():
     }
 
 
-def test_replicas_in_a_row_compute_copies_of_what_samples_do_not_cut():
-    graph = changed(GRAPH, ["l0", "l2"], kind="other", shape={"seq": 4}, parameter_bytes=0)
+def test_each_replica_computes_what_no_sample_affects():
+    attrs = {"reads_samples": False}
+    graph = changed(GRAPH, ["l0", "l2"], kind="other", shape={"seq": 4}, attrs=attrs)
     layout = parse_layout("tp=2,dp=2,pp=2,cuts=2").with_replicas_together()
-    alone = layout_strategy(layout, graph, EIGHT, 8, n_microbatches=2)
-    found = with_copies(alone, graph, 2)
+    found = layout_strategy(layout, graph, EIGHT, 8, n_microbatches=2)
     validate(found, graph, EIGHT)
+    check_replicas(found, graph)
     assert {n: (plan.partition, plan.devices) for n, plan in found.operators.items()} == {
-        "l0": ({"replica": 2}, [0, 4]),
+        "l0": ({"sample": 2}, [0, 4]),
         "l1": ({"sample": 2, "heads": 2}, [0, 1, 4, 5]),
-        "l2": ({"replica": 2}, [2, 6]),
+        "l2": ({"sample": 2}, [2, 6]),
         "l3": ({"sample": 2, "heads": 2}, [2, 3, 6, 7]),
     }
+    unknown = changed(graph, ["l0"], attrs={})
+    alone = layout_strategy(layout, unknown, EIGHT, 8, n_microbatches=2)
     with pytest.raises(StrategyError, match=r"operator 'l0' \(other\) is computed by one of"):
-        with_copies(alone, changed(graph, ["l0"], parameter_bytes=8), 2)
-    assert with_copies(alone, graph, 1) == alone
+        check_replicas(alone, unknown)
     named = parse_layout("dp=2,devices=3-1")
     assert named.with_replicas_together() == named
 

@@ -238,6 +238,22 @@ class NormedRows(ByFrequency):
         self.table = nn.Embedding(N_TOKENS, _WIDTH, max_norm=1.0)
 
 
+class Positions(nn.Module):
+    """Learned positions, a learned query and a table of words that is the head's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(N_TOKENS, _WIDTH), nn.Embedding(9, _WIDTH)
+        self.question, self.query = nn.Parameter(torch.randn(3, _WIDTH)), nn.Linear(_WIDTH, _WIDTH)
+        self.second, self.head = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, N_TOKENS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        scores = F.gelu(self.query(self.question)) @ self.second(y).transpose(1, 2)
+        return self.head((scores.softmax(-1) @ y).mean(1))
+
+
 class SparseRows(ByFrequency):
     """Gradients of the rows that were looked up alone, which optimizers refuse to decay."""
 
@@ -268,6 +284,7 @@ CONSTRUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norms": (Norms, _SMALL_IMAGE),
     "convolutions": (Convolutions, _SMALL_IMAGE),
     "filled": (Filled, _TOKENS),
+    "positions": (Positions, _TOKENS),
     "by_frequency": (ByFrequency, _TOKENS),
     "normed_rows": (NormedRows, _TOKENS),
     "dense_rows": (DenseRows, _TOKENS),

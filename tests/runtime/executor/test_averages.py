@@ -22,7 +22,6 @@ from made_graphs import small_cluster
 
 from harness.domain.sharding import has_tasks
 from harness.errors import StrategyError
-from harness.plan.builders import with_copies
 from harness.plan.layouts.degrees import layout_strategy, parse_layout
 from harness.runtime.engines.optimizers import OuterOptions
 from harness.runtime.executor.sharded.replicas import Replicas
@@ -38,11 +37,10 @@ RARE = OuterOptions(sync_every=3, learning_rate=0.7, momentum=0.9)
 def degrees(model, text, batch, n_microbatches):
     layout, graph = parse_layout(text).with_replicas_together(), small_graph(model)
     seconds = [[1.0] * len(list(filter(has_tasks, graph.operators)))] * layout.n_devices
-    strategy = layout_strategy(
+    return layout_strategy(
         layout, graph, small_cluster(layout.n_devices), batch,
         n_microbatches=n_microbatches, seconds=seconds,
     )  # fmt: skip
-    return with_copies(strategy, graph, layout.dp) if layout.dp > 1 else strategy
 
 
 def averaged(model, strategy, outer=RARE, hosts="", **changes):
@@ -51,7 +49,7 @@ def averaged(model, strategy, outer=RARE, hosts="", **changes):
 
 
 def ddp(model, n_ranks, batch):
-    return with_copies(strategies(model, n_ranks, batch)["ddp"], small_graph(model), n_ranks)
+    return strategies(model, n_ranks, batch)["ddp"]
 
 
 def sharded_ddp(model, n_ranks, batch, state):
@@ -89,6 +87,16 @@ def assert_trained_one_by_one(training, ranks):
         ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), DILOCO, "", {}),
         ("mlp", lambda: degrees("mlp", "dp=2,pp=2", 6, 1), DILOCO, "aabb", {"seed": 1}),
         ("gpt2", lambda: degrees("gpt2", "tp=2,dp=2", 4, 1), MEAN, "", {"optimizer": "adamw"}),
+        # No sample affects tables of positions, learned queries, or weights made of weights.
+        ("positions", lambda: ddp("positions", 3, 7), DILOCO, "", {"optimizer": "adamw"}),
+        ("positions", lambda: degrees("positions", "tp=2,dp=2", 8, 1), MEAN, "", {}),
+        ("positions", lambda: degrees("positions", "dp=2,pp=2", 8, 2), DILOCO, "", {}),
+        ("positions", lambda: degrees("positions", "dp=2,tp=2,shares=3-1", 8, 1), DILOCO, "", {}),
+        ("positions", lambda: sharded_ddp("positions", 4, 8, "parameters"), RARE, "aabb", {}),
+        ("made_weights", lambda: degrees("made_weights", "dp=2,pp=2", 8, 2), RARE, "", {}),
+        ("relative", lambda: degrees("relative", "tp=2,dp=2", 8, 1), DILOCO, "", {}),
+        ("weight_views", lambda: ddp("weight_views", 2, 8), RARE, "", {}),
+        ("scalars", lambda: degrees("scalars", "tp=2,dp=2", 8, 1), DILOCO, "", {}),
         # State is sharded within a replica; with the seed 4 in small units.
         ("lenet", lambda: sharded_ddp("lenet", 4, 8, "optimizer"), RARE, "aabb", {"seed": 1}),
         ("gpt2", lambda: sharded_ddp("gpt2", 4, 4, "gradients"), MEAN, "aabb", {"seed": 4}),

@@ -49,6 +49,7 @@ def test_what_mixes_samples_is_trained_without_microbatches_alone(model, ranks):
 # Others train the same under some strategies alone: where all operators of a norm are planned
 # alike, where a module runs once a step, and without cuts of the batch.
 ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm", "fixed_batch"})
+WITHOUT_SAMPLES = ("positions", "made_weights", "relative")  # some of their operators
 SUITED = [
     *((model, name) for model in ALIKE for name in ("tensor parallel", "zero_bubble")),
     *(("shared_norm", name) for name in ("ddp", "single")),
@@ -62,7 +63,7 @@ def test_operators_train_what_one_device_trains(model, name, ranks):
     assert_equal(make_case(model, name), ranks)
 
 
-@pytest.mark.parametrize(("seed", "model"), list(enumerate(ALIKE)))
+@pytest.mark.parametrize(("seed", "model"), list(enumerate((*ALIKE, *WITHOUT_SAMPLES))))
 def test_random_strategies_train_what_one_device_trains(seed, model, ranks):
     schedule = ("1f1b", "interleaved")[seed % 2]
     strategy = random_strategy(Random(seed), small_graph(model), 2, 8, schedule=schedule)

@@ -21,7 +21,7 @@ import numpy as np
 from torch import fx
 
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, Interval
+from harness.domain.partition import SAMPLE, Block, Interval, samples_of
 from harness.domain.routes import Flags, Parts, find_pieces
 from harness.domain.sharding import (
     full_blocks,
@@ -275,21 +275,32 @@ class Layout:
         """The pieces that a reader takes, and those whose gradients it returns."""
         producers = self.parts[self.owner[node]]
         if node not in self._held:
-            bounds = np.array([self.region(node, producer) for producer in producers])
+            bounds = np.array([self.region(node, p) + self._served(p) for p in producers])
             devices = np.array([producer.device for producer in producers])
             copies = [producer.copies for producer in producers if producer.copies]
             self._held[node] = Parts(bounds.reshape(len(producers), -1, 2), devices, copies)
-        wanted = np.array(block, dtype=np.int64).reshape(-1, 2)
-        shared = find_pieces(self._held[node], wanted, part.device, part.copies)
+        wanted = block
+        if self._served(producers[0]):
+            first, _ = samples_of(self.plan(part.operator).partition, part.index, self.samples)
+            wanted += ((first, first + 1),)
+        region = np.array(wanted, dtype=np.int64).reshape(-1, 2)
+        shared = find_pieces(self._held[node], region, part.device, part.copies)
         bounds = np.stack([shared.low, shared.high], axis=-1).tolist()
 
         def chosen(flags: Flags) -> tuple[Piece, ...]:
             return tuple(
-                Piece(producers[k], tuple((start, stop) for start, stop in bounds[k]))
+                Piece(producers[k], tuple((start, stop) for start, stop in bounds[k][: len(block)]))
                 for k in np.flatnonzero(flags).tolist()
             )
 
         return chosen(shared.goes), chosen(shared.returns)
+
+    def _served(self, part: Part) -> Block:
+        """The samples whose readers a part serves, where several compute all of an operator."""
+        cuts = self.plan(part.operator).partition
+        if self.operators[part.operator].reads_samples or SAMPLE not in cuts:
+            return ()
+        return (samples_of(cuts, part.index, self.samples),)
 
     def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
         """The nodes that a task reads, argument by argument, with the wants that serve them."""
@@ -303,7 +314,7 @@ class Layout:
         """The samples of the microbatch that a task computes."""
         shape = self.shapes[part.operator]
         block = dict(zip(shape, self.computed(part), strict=True))
-        if SAMPLE not in block:
+        if SAMPLE not in block or not self.operators[part.operator].reads_samples:
             return 0, self.samples
         (start, stop), size = block[SAMPLE], shape[SAMPLE]
         if start * self.samples % size or stop * self.samples % size:
@@ -343,7 +354,8 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
     for node, name in layout.owner.items():
         if name not in layout.strategy.operators or node not in layout.values.tensors:
             continue
-        if SAMPLE not in layout.plan(name).partition or len(layout.parts[name]) == 1:
+        is_cut = SAMPLE in layout.plan(name).partition and len(layout.parts[name]) > 1
+        if not (is_cut and layout.operators[name].reads_samples):
             continue
         if more is None:
             raise ModelError(
