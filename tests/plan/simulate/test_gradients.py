@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from simulated import (
     BY_SAMPLES,
     ZERO,
@@ -184,6 +185,20 @@ def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
         names = [e[0] for e in timeline(found)]
         assert not [name for name in names if "sum" in name]
         assert [name for name in names if "b node0:1 -> node0:0" in name]
+
+
+@pytest.mark.parametrize("devices", [[0, 1], [1, 0]])
+def test_what_no_sample_affects_is_computed_by_each_for_readers_of_its_samples(devices):
+    table = op("p", [], 4, 80, kind="embedding", reads_samples=False)
+    table = structs.replace(table, shape={"feature": 4}, activation_bytes=4)
+    ops = [op("a", ["x"], 4), table, op("b", ["a", "p"], 4, kind="add")]
+    plans = {"a": BY_SAMPLES, "p": OperatorPlan({"sample": 2}, devices), "b": BY_SAMPLES}
+    found = [e[0] for e in timeline(simulate(*model(ops), cluster_of(), plans))]
+    assert found.count("p") == 4
+    assert found.count("all-reduce p") == 1
+    sent = {"p node0:0 -> node0:1", "p node0:1 -> node0:0"}
+    gradients = {f"gradient of {name}" for name in sent}
+    assert {name for name in found if "->" in name} == (sent | gradients if devices[0] else set())
 
 
 def with_copies(n_devices):
