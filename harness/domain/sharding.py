@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 from harness.domain.einsum import equation_of
 from harness.domain.graph import Operator
 from harness.domain.partition import (
-    REPLICA,
     SAMPLE,
     Block,
     Cut,

@@ -274,8 +274,8 @@ class Costs:
         operator, maker = self.graph.operators[consumer], self.graph.operators[producer]
         shape = output_sizes(maker, self.shapes[producer])
         is_repeated = SAMPLE in a.partition and SAMPLE not in shape
-        for k, block in enumerate(held if is_repeated else ()):
-            block.append(samples_of(a.partition, k, self.samples))
+        for k, bounds in enumerate(held if is_repeated else ()):
+            bounds.append(samples_of(a.partition, k, self.samples))
         pieces = PricedPieces(
             a,
             np.array(held),

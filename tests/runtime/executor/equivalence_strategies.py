@@ -141,8 +141,7 @@ class _Plans:
     def _fits(self, operator: Operator, cuts: dict[str, Cut], devices: list[int]) -> bool:
         shapes = self.shapes(operator)
         return set(self._before.devices) <= set(devices) and all(
-            dim in self.dims(operator)
-            and _is_possible(cut, [shape[dim] for shape in shapes])
+            dim in self.dims(operator) and _is_possible(cut, [shape[dim] for shape in shapes])
             for dim, cut in cuts.items()
         )
 
