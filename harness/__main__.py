@@ -39,7 +39,12 @@ from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, firs
 from harness.inputs import shorten
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
-from harness.runtime.ranks.environment import Launch, is_first_on_host, read_launch
+from harness.runtime.ranks.environment import (
+    Launch,
+    is_first_on_host,
+    leave_warnings_to_rank_0,
+    read_launch,
+)
 from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
 
@@ -51,8 +56,6 @@ _ONE_SIGNAL_S = 1.0
 
 # Imported when first used, which would cost each run seconds.
 _LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
-# Warn of the model alone, so equally on every rank: rank 0 tells of it.
-_ALIKE = ("harness.runtime.capture", "harness.runtime.models", "harness.runtime.tracing")
 
 
 def _cases(name: str, config: Any, launch: Launch, gpus: Sequence[RankInfo] | None) -> list[Any]:
@@ -324,8 +327,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    for package in _ALIKE if launch.rank != 0 else ():
-        logging.getLogger(package).setLevel(logging.ERROR)
+    leave_warnings_to_rank_0(launch.rank)
     parsed: list[Parsed] = []
     cases: list[Any] = []
     failure: BaseException | None = None

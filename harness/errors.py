@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 EXIT_CODE = 2
 _INTERRUPTED, _UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 _LONGEST = 2000
+# A remedy for a user of `train` and for one whose own program trains by a strategy.
+WITHOUT_PLAN = "train it by PyTorch alone (train --engine torch), which needs no plan"
 
 
 def first_line(error: BaseException) -> str:

@@ -36,6 +36,7 @@ from harness.runtime.engines.optimizers import (
     OptimizerOptions,
     OuterOptions,
     check_factory,
+    check_still_trained,
     checked_optimizer,
 )
 from harness.runtime.engines.replicas import check_alike
@@ -169,12 +170,9 @@ class Trainer:
         # A host's clock never waits for the device, and its marks are dropped after each step.
         self._recorder = Recorder(HostClock())
         options = EngineOptions(
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
+            dtype=dtype, reduce_dtype=reduce_dtype, is_compiled=compile, outer=outer,
             optimizer=OptimizerOptions(factory=make, max_grad_norm=max_grad_norm, ema=ema_decay),
-            is_compiled=compile,
-            outer=outer,
-        )
+        )  # fmt: skip
         plan = ExecutorPlan(
             strategy=self.strategy, batch_norm=batch_norm, dropout=dropout,
             is_compiled=compile, seed=seed, timeout_s=timeout_s,
@@ -183,8 +181,7 @@ class Trainer:
         plan.check(captured.graph, world.size)
         hold_alike(task, captured, dtype, world)
         self._is_evaluated_alike = evaluates_alike(task, captured)
-        operators = captured.graph.operators
-        self._is_mixing = any(op.attrs.get("mixes_samples") for op in operators)
+        self._is_mixing = captured.graph.mixing_operator() is not None
         engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
         self._open_engine: ExecutorEngine | None = engine
         self.samples: Sequence[int] = engine.samples
@@ -194,6 +191,8 @@ class Trainer:
         self._held = self._engine.held_state()
         self._plain = PlainState(self._held.gatherer, optimizer, task.prefix)
         self.optimizer, self.grad_norm = self._held.optimizer, engine.grad_norm
+        known = *task.model.named_parameters(), *((name, p) for p, name in self._names.items())
+        self._flags = {p: (name.removeprefix(task.prefix), p.requires_grad) for name, p in known}
 
     def __enter__(self) -> Self:
         return self
@@ -255,9 +254,10 @@ class Trainer:
         Raises:
             PeerError: another rank died or hangs; NCCL ends this process instead.
             StrategyError: the batch is none that this Trainer's `batches` yields.
-            ConfigError: the Trainer is closed.
+            ConfigError: the Trainer is closed, or a parameter's requires_grad has changed.
         """
         engine = self._engine
+        check_still_trained(self._flags)
         if not isinstance(batch, RankBatch) or batch.trainer is not self:
             is_other = isinstance(batch, RankBatch)
             given = "one of another" if is_other else f"a {type(batch).__name__}"

@@ -30,14 +30,21 @@ from trainer_on_ranks import (
 from waiting import start_and_join
 
 from harness.domain.cluster import Cluster
-from harness.errors import ConfigError, DataError, LaunchError, ModelError, StrategyError
+from harness.errors import (
+    ConfigError,
+    DataError,
+    LaunchError,
+    ModelError,
+    PeerError,
+    StrategyError,
+)
 from harness.plan.builders import ddp, pipeline, single, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.executor.state.groups import OptimizerGroups
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
-from harness.runtime.ranks.gather import wait_for_all
+from harness.runtime.ranks.gather import gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
 from harness.trainer import Trainer
 
@@ -124,6 +131,7 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert refusals["missing"].endswith("kept: True")
         assert "sample 7 of the data is another on rank 1 than on rank 0" in refusals["other data"]
         assert refusals["closed"].startswith("this Trainer is closed")
+        assert refusals["warns"] == str(rank == 0)
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]
         assert refusals["unequal weights"].startswith("ranks 0 and 2 have unequal")
@@ -186,6 +194,33 @@ def test_a_gpu_trains_what_plain_pytorch_does(tmp_path, monkeypatch):
 def test_no_wait_of_a_program_outlasts_its_process_group(monkeypatch):
     monkeypatch.setattr(dist, "new_group", None)  # a group of wait_for_all's waits a day
     wait_for_all(dataclasses.replace(World.of_program(), size=2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_end_of_a_rank_outside_a_step_is_a_peers(monkeypatch):
+    def all_gather(*_args):
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2")
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    world = dataclasses.replace(World.of_program(), size=2)
+    message = r"^rank 0 waited for ranks \[1\] \(Connection closed by peer \[::1\]:2\): one of"
+    with pytest.raises(PeerError, match=message):
+        gather_numbers(1.0, world)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_parameter_that_is_frozen_or_freed_later_is_refused(is_trained):
+    model, example = make_model()
+    model.table.requires_grad_(is_trained)
+    strategy = single(graph(), BATCH)
+    with Trainer(model, example, strategy=strategy, optimizer=torch.optim.SGD) as trainer:
+        batch = next(trainer.batches(make_data()))
+        trainer.step(batch)
+        model.table.requires_grad_(not is_trained)
+        message = f"table.weight is {not is_trained}, and was {is_trained} when the Trainer"
+        with pytest.raises(ConfigError, match=message):
+            trainer.step(batch)
 
 
 class Dropping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,8 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     plain = first.state_dict(), first.optimizer_state_dict()
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
     refusals |= {"unequal data": unequal_data, "other data": other_data}
+    log = logging.getLogger("harness.runtime.tracing.export")
+    refusals["warns"] = str(log.isEnabledFor(logging.WARNING))
     wrong = [{"words": 1}] if rank == 1 else data
     refusals["wrong data"] = _refused(lambda: first.evaluate(wrong))
     first.close()

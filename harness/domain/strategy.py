@@ -31,7 +31,7 @@ from harness.domain.sharding import (
     has_tasks,
     may_have_copies,
 )
-from harness.errors import StrategyError
+from harness.errors import WITHOUT_PLAN, StrategyError
 
 SCHEMA = "harness-strategy"
 SCHEMA_VERSION = 1
@@ -180,7 +180,7 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
         raise StrategyError(
             f"operator {mixing.name!r} ({function}) needs all samples of a batch at once, "
             f"strategy {strategy.name!r} cuts it into "
-            f"{strategy.n_microbatches} microbatches: use --microbatches 1, or --engine torch"
+            f"{strategy.n_microbatches} microbatches: use 1 microbatch, or {WITHOUT_PLAN}"
         )
 
 
@@ -196,7 +196,7 @@ def check_buffers(strategy: Strategy, graph: Graph) -> None:
                 raise StrategyError(
                     f"forward writes the buffer {name!r}, which operator {other!r} has on devices "
                     f"{theirs.devices} and {operator.name!r} on {plan.devices}: put both on one, "
-                    "or use --engine torch"
+                    f"or {WITHOUT_PLAN}"
                 )
             if strategy.stages[plan.stage].recompute:
                 raise StrategyError(
@@ -219,7 +219,7 @@ def check_norms(strategy: Strategy, graph: Graph) -> None:
                 f"operators {first!r} and {other!r} call one batch norm, and strategy "
                 f"{strategy.name!r} gives them unlike stages, devices or cuts (stages "
                 f"{known.stage} and {plan.stage}, devices {known.devices} and {plan.devices}): "
-                "plan them alike, or use --batch-norm frozen"
+                "plan them alike, or freeze the norm (its eval(), or train --batch-norm frozen)"
             )
 
 

@@ -133,7 +133,7 @@ def check_read_once(name: str, data: BatchedData, readers: Readers, world: World
             f"sample {min(changed.values())} of {name} is not the same when it is read again, and "
             f"ranks {pair[0]} and {pair[1]} would train by unlike readings of the same samples: "
             "draw augmentation from torch's, numpy's or Python's global generator, or use "
-            "--strategy ddp"
+            "ddp"
         )
 
 

@@ -48,20 +48,20 @@ def _check_compiler(device: torch.device) -> None:
         names = [given]
     if not any(map(shutil.which, names)):
         raise ConfigError(
-            f"--compile needs a compiler, this host has no {' or '.join(names)}: install one "
-            f"(Debian: apt install g++), name it in {variable}, or drop --compile"
+            f"compiling needs a compiler, this host has no {' or '.join(names)}: install one "
+            f"(Debian: apt install g++), name it in {variable}, or do not compile"
         )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
         raise ConfigError(
-            f"--compile needs Python's headers, {header} is missing: install them (Debian: apt "
-            "install python3-dev), or drop --compile"
+            f"compiling needs Python's headers, {header} is missing: install them (Debian: apt "
+            "install python3-dev), or do not compile"
         )
     if device.type != "cuda":
         return
     if (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         needs, has = (f"{major}.{minor}" for major, minor in (_CAPABILITY, found))
         raise ConfigError(
-            f"--compile needs GPUs of compute capability {needs} for Triton, "
-            f"{torch.cuda.get_device_name(device)} has {has}: drop --compile, or leave this GPU out"
+            f"compiling needs GPUs of compute capability {needs} for Triton, "
+            f"{torch.cuda.get_device_name(device)} has {has}: do not compile, or leave this GPU out"
         )

@@ -167,6 +167,24 @@ def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]])
     return optimizer
 
 
+def check_still_trained(flags: Mapping[nn.Parameter, tuple[str, bool]]) -> None:
+    """Check that a program has neither frozen nor freed a parameter since its strategy was laid
+    out.
+
+    Args:
+        flags: each parameter's name, and whether it was trained then.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for parameter, (name, is_trained) in flags.items():
+        if parameter.requires_grad != is_trained:
+            raise ConfigError(
+                f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} when "
+                "the Trainer was made: save(), change the model, and load() into another Trainer"
+            )
+
+
 def _known_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, device: torch.device
 ) -> Optimizer:
@@ -245,7 +263,7 @@ def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> s
     if found and not kept <= found:
         raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
-            f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
+            f"{' and '.join(sorted(kept))}: give the optimizer that saved it"
         )
     return saved if DECAY in optimizer.param_groups[0] else saved - {AVERAGE}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from harness.errors import HarnessError, ModelError, first_line
+from harness.errors import WITHOUT_PLAN, HarnessError, ModelError, first_line
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
@@ -175,7 +175,7 @@ class _Comparison:
             if is_written or writes_copies(self._task.model, lambda: self._call_model(batches[-1])):
                 raise ModelError(
                     f"the forward of {self._name} writes its own parameters, which a graph cannot: "
-                    "write them between steps, or train it by --engine torch, which needs no plan"
+                    f"write them between steps, or {WITHOUT_PLAN}"
                 )
             if not is_equal(self._train_graph(batches), expected):
                 self._explain(batches)
@@ -199,7 +199,7 @@ class _Comparison:
                 raise ModelError(
                     f"the forward of {self._name} counts in {names} and computes otherwise when "
                     f"that is {n_steps} larger, which a graph cannot: choose between steps, or "
-                    "train it by --engine torch, which needs no plan"
+                    f"{WITHOUT_PLAN}"
                 )
 
     # Running
@@ -266,8 +266,8 @@ class _Comparison:
             message = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}"
             raise ModelError(
                 f"the graph captured of {self._name} cannot train {sizes} samples, the model can "
-                f"({message}): remove control flow and sizes that depend on the batch, or train it "
-                "by --engine torch, which needs no plan"
+                f"({message}): remove control flow and sizes that depend on the batch, or "
+                f"{WITHOUT_PLAN}"
             ) from error
 
     # Comparing
@@ -359,6 +359,5 @@ class _Comparison:
         under, other = ("", "") if dtype == "fp32" else (f" in {dtype}", ", use fp32")
         raise ModelError(
             f"the graph captured of {self._name} does not train{under} what the model does: "
-            f"{details}: rewrite that part{other}, or train it by --engine torch, which needs no "
-            "plan"
+            f"{details}: rewrite that part{other}, or {WITHOUT_PLAN}"
         )

@@ -6,6 +6,7 @@ is one rank.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,20 @@ from harness.inputs import find_int, parse_int, shorten
 _FIRST_SPECIAL_SLURM_STEP = 4294967290
 _MAX_RANKS = 1_000_000
 Environ = Mapping[str, str]
+# Warn of the model or its data alone, so equally on every rank.
+_ALIKE = (
+    "harness.runtime.capture",
+    "harness.runtime.data.own",
+    "harness.runtime.models",
+    "harness.runtime.tracing",
+)
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def leave_warnings_to_rank_0(rank: int) -> None:
+    """Let rank 0 alone tell of what every rank finds in the model and its data."""
+    for package in _ALIKE if rank != 0 else ():
+        logging.getLogger(package).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)

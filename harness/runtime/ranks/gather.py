@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,11 +31,20 @@ def _tensor(values: Sequence[float], world: World) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.float64, device=world.wire)
 
 
+def _meeting(world: World) -> AbstractContextManager[None]:
+    """Name the other ranks in an error of a collective, where no agent names the one that ended."""
+    if not world.is_bounded:
+        return nullcontext()
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    return blaming_peers(f"rank {world.rank} waited for ranks {others}", others)
+
+
 def gather_numbers(value: float, world: World) -> list[float]:
     """Every rank's number, by rank."""
     mine = _tensor([value], world)
     gathered = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(gathered, mine)
+    with _meeting(world):
+        dist.all_gather(gathered, mine)
     return [float(number) for number in torch.cat(gathered).tolist()]
 
 
@@ -83,7 +93,8 @@ def gather_bytes(data: bytes, world: World) -> list[bytes]:
     if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(gathered, mine)
+    with _meeting(world):
+        dist.all_gather(gathered, mine)
     return [bytes(part[:n].cpu().numpy()) for part, n in zip(gathered, sizes, strict=True)]
 
 
@@ -98,7 +109,8 @@ def gather_objects(world: World, value: Any) -> list[Any]:
     if world.size == 1:
         return [value]
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, value)
+    with _meeting(world):
+        dist.all_gather_object(found, value)
     return found
 
 
@@ -165,7 +177,8 @@ def wait_for_all(world: World) -> None:
     if world.size == 1:
         return
     if world.is_bounded:
-        barrier()
+        with _meeting(world):
+            barrier()
         return
     group = dist.new_group(backend="gloo", timeout=_BARRIER_TIMEOUT)
     dist.barrier(group)

@@ -17,6 +17,7 @@ from harness.domain.record import has_details, is_detail
 from harness.errors import ConfigError, LaunchError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
+from harness.runtime.ranks.environment import leave_warnings_to_rank_0
 from harness.units import format_duration
 
 
@@ -80,6 +81,7 @@ class World:
         host, size = platform.node(), dist.get_world_size()
         hosts = [host] * size
         dist.all_gather_object(hosts, host)
+        leave_warnings_to_rank_0(dist.get_rank())
         return cls(
             rank=dist.get_rank(), size=size, hostname=host, hostnames=hosts, device=found,
             device_kind=found.type, backend=backend, backend_reason="the program's",

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from harness.errors import WITHOUT_PLAN
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of
 from harness.runtime.capture.operators import UNDEFINED, DropoutOff, draws_random, is_opaque
@@ -182,7 +183,7 @@ class SampleMixing:
         if function_name(node.target) == "instance_norm" and not buffers.isdisjoint(held):
             raise ConstructError(
                 "forward gives running statistics to the function instance_norm: use a module, "
-                "such as nn.InstanceNorm2d, or train it by --engine torch, which needs no plan"
+                f"such as nn.InstanceNorm2d, or {WITHOUT_PLAN}"
             )
         return False
 

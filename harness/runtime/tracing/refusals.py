@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 
-from harness.errors import HarnessError, ModelError, first_line
+from harness.errors import WITHOUT_PLAN, HarnessError, ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.constructs import ConstructError
 
-_REMEDY = "or train it by --engine torch, which needs no plan"
+_REMEDY = f"or {WITHOUT_PLAN}"
 _LONGEST = 100  # characters quoted from PyTorch's message
 _REWRITE = "rewrite that part"
 _AT_ONCE = "compute on all samples at once"

@@ -204,7 +204,9 @@ def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(middle, wor
     assert "\n" not in message
     assert len(message) < 300
     assert re.search(r"\((test_capture|nets)\.py:\d+ in |\(operator '", message)
-    assert message.endswith("or train it by --engine torch, which needs no plan")
+    assert message.endswith(
+        "or train it by PyTorch alone (train --engine torch), which needs no plan"
+    )
 
 
 def test_a_refusal_names_the_line_that_fixes_the_number_of_samples():

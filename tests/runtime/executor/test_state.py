@@ -152,7 +152,7 @@ def test_averages_of_a_state_are_dropped_with_a_warning(caplog):
     averaged = {**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}}
     engine.load_full_state(lambda: averaged)
     assert caplog.messages == [
-        "averages of parameters in the state are dropped: give --ema to keep them"
+        "averages of parameters in the state are dropped: use ema to keep them"
     ]
 
 
@@ -213,3 +213,10 @@ def test_a_buffer_that_repeats_its_rows_keeps_its_values():
     weights.hold(WeightSlice.whole("rows", model.rows), model.rows)
     weights.allocate()
     assert model.rows.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_constant_of_a_graph_stays_with_the_program_that_made_it():
+    model, classes = torch.nn.Linear(2, 2), torch.ones(2)
+    model.register_buffer("classes", classes)
+    Weights(model, torch.device("cpu")).release_others(model)
+    assert [x.numel() for x in (model.weight, model.classes, classes)] == [0, 0, 2]

@@ -115,7 +115,7 @@ def test_a_dtype_that_follows_autocast_is_named_with_its_line():
     line = as_read.__code__.co_firstlineno + 2
     read = "a read of a dtype, torch.bfloat16 here and torch.float32 in the graph"
     assert f"the model has {read} ({Path(__file__).name}:{line})" in said
-    assert "rewrite that part, use fp32, or train it by --engine torch" in said
+    assert "rewrite that part, use fp32, or train it by PyTorch alone" in said
 
 
 @pytest.mark.parametrize("name", LIES)

@@ -38,7 +38,7 @@ def updaters(holders: Holders, replicas: Replicas) -> dict[WeightSlice, Group]:
         groups = replicas.sharing_groups(devices)
         if len(set(map(len, groups))) > 1:
             raise StrategyError(
-                f"--sync-every averages equal parts of replicas, and ranks {groups[0]} share "
+                f"sync_every averages equal parts of replicas, and ranks {groups[0]} share "
                 f"{piece.name}, as do {min(groups, key=len)}: give each replica as many ranks, or "
                 "shard no state"
             )
@@ -63,7 +63,7 @@ def ranks_alike(held_by: Mapping[WeightSlice, Group], replicas: Replicas) -> lis
         for own in replicas.all:
             if set(own).isdisjoint(ranks):
                 raise StrategyError(
-                    f"--sync-every averages replicas that are cut alike, and no rank of {own} "
+                    f"sync_every averages replicas that are cut alike, and no rank of {own} "
                     f"holds the same slices of weights as rank {ranks[0]}: give each replica as "
                     "many ranks, in the same order"
                 )

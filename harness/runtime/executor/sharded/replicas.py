@@ -60,9 +60,9 @@ class Replicas:
             found = [ranks for ranks in found if ranks not in linked] + [set().union(*linked)]
         if len(found) == 1:
             raise StrategyError(
-                f"--sync-every averages replicas, and strategy {strategy.name!r} has one, because "
+                f"sync_every averages replicas, and strategy {strategy.name!r} has one, because "
                 f"its {world.size} ranks exchange activations or are on hosts of ranks that do: "
-                "use --strategy ddp, or degrees such as dp=2,pp=2 with all of a replica on one host"
+                "use ddp, or degrees such as dp=2,pp=2 with all of a replica on one host"
             )
         return cls(strategy, world, [tuple(sorted(ranks)) for ranks in found])
 

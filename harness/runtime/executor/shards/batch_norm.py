@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.strategy import Strategy
-from harness.errors import ModelError, StrategyError
+from harness.errors import WITHOUT_PLAN, ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.shards.base import Shard, ShardSpec
@@ -237,5 +237,5 @@ def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> No
         raise StrategyError(
             f"operator {name!r} changes its buffer {writes[node]!r} in every forward, which one "
             f"device runs once a step, and strategy {strategy.name!r} more often ({why}): use "
-            "--microbatches 1 without --recompute, or --engine torch"
+            f"1 microbatch without recomputation, or {WITHOUT_PLAN}"
         )

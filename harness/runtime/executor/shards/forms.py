@@ -304,7 +304,7 @@ def _check_is_not_synchronised(name: str, node: fx.Node, root: nn.Module) -> Non
     if isinstance(called_module(node, root), nn.SyncBatchNorm):
         raise ModelError(
             f"operator {name!r} (SyncBatchNorm) sums over all ranks, but a strategy may use fewer: "
-            "make it a BatchNorm1d, 2d or 3d, and use --batch-norm global"
+            "make it a BatchNorm1d, 2d or 3d, and use global batch norm"
         )
 
 
@@ -316,7 +316,7 @@ def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
         raise ModelError(
             f"operator {name!r} is a batch norm by a function ({function_name(node.target)}), "
             "whose statistics are of each block alone, but global ones are asked for: make it an "
-            "nn.BatchNorm module, or use --batch-norm local"
+            "nn.BatchNorm module, or use local batch norm"
         )
     return is_training
 

@@ -306,7 +306,7 @@ class StateGatherer:
         keys = kept_keys(optimizer, stored)
         has_averages = any(AVERAGE in values for values in stored.values())
         if has_averages and AVERAGE not in keys and self._world.is_first:
-            _log.warning("averages of parameters in the state are dropped: give --ema to keep them")
+            _log.warning("averages of parameters in the state are dropped: use ema to keep them")
         sliced: dict[int, dict[str, Any]] = {}
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         places = {parameter: index for index, parameter in enumerate(grouped)}

@@ -74,11 +74,16 @@ class Weights(nn.Module):
                 )
 
     def release_others(self, model: nn.Module) -> None:
-        """Free all tensors of a model that are not held; the model is unusable afterwards."""
+        """Free all tensors of a model that are not held; the model is unusable afterwards. Its
+        buffers are replaced, because constants of a graph may be tensors of the user's program."""
         kept = {id(tensor) for tensor in self.held.values()}
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in model.parameters():
             if id(tensor) not in kept:
                 tensor.data = tensor.data.new_empty(0)
+        for part in model.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and id(buffer) not in kept:
+                    part._buffers[name] = buffer.new_empty(0)
 
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
         """Parameters that are trained, in the order of the model."""

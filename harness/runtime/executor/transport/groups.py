@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import ConfigError, StrategyError
+from harness.errors import WITHOUT_PLAN, ConfigError, StrategyError
 from harness.runtime.ranks.world import World
 
 # Streams in PyTorch's pool (kStreamsPerPool in c10/cuda/CUDAStream.cpp), assigned round-robin.
@@ -47,7 +47,7 @@ class Groups:
         if self._is_nccl and world.size > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
             raise ConfigError(
                 "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message: "
-                "unset it, or use --engine torch"
+                f"unset it, or {WITHOUT_PLAN}"
             )
         self._made: list[Any] = []
         self._n_of: Counter[int] = Counter()  # by rank

@@ -74,7 +74,7 @@ def test_global_statistics_of_a_functions_batch_norm_are_refused():
 
 @pytest.mark.parametrize("batch_norm", ["local", "global"])
 def test_a_norm_that_meets_all_ranks_by_itself_is_refused(batch_norm):
-    with pytest.raises(ModelError, match=r"'function' \(SyncBatchNorm\).*--batch-norm global"):
+    with pytest.raises(ModelError, match=r"'function' \(SyncBatchNorm\).*global batch norm"):
         forms_of(nn.SyncBatchNorm(6), batch_norm=batch_norm)
 
 
