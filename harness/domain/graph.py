@@ -37,7 +37,8 @@ _LEAST = dict.fromkeys(
     ("in_features", "out_features", "n_heads", "n_rows", "n_classes", "n_normalized", "groups",
      "kernel", "stride", "dilation"), 1,
 ) | dict.fromkeys(
-    (*_NOT_HASHED, SCORE_FLOPS, "saved_bytes", "tied_bytes", "n_summed", "key_features", "padding"),
+    (*_NOT_HASHED, SCORE_FLOPS, "saved_bytes", "tied_bytes", "frozen_bytes", "n_summed",
+     "key_features", "padding"),
     0,
 )  # fmt: skip
 
@@ -65,7 +66,7 @@ class Operator(
         dtype: of the output, as torch names it.
         forward_flops: of the whole output; a multiply-add counts as two.
         backward_flops: gradients of inputs and parameters together.
-        parameter_bytes: of all its trainable parameters.
+        parameter_bytes: of all its parameters.
         activation_bytes: of all that its consumers receive.
         signature: operators with equal signatures take equal time at equal shapes, so they share
             measurements; an empty signature is shared with no operator.
@@ -85,7 +86,8 @@ class Operator(
             equation, summed and n_summed (of an einsum: `domain.einsum`),
             is_repeatable (false if two devices may compute different values of one block),
             function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
-            uses some of its weights, and their bytes, which its parameter_bytes do not count); of a
+            uses some of its weights, and their bytes, which its parameter_bytes do not count),
+            frozen_bytes (of its weights, also tied ones, those that are not trained); of a
             block: saved_bytes (kept for backward beside the output); of a captured operator:
             kept_bytes, kept_bytes_half, inner_bytes, inner_bytes_half.
     """
@@ -151,6 +153,14 @@ class Operator(
         """Whether samples affect it, as far as is known. Otherwise several devices may compute all
         of it, each for the readers of its own samples, which the operator is then cut by."""
         return self.attrs.get("reads_samples") is not False
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the bytes of its weights that are trained; 0 without weights."""
+        n_bytes = self.attrs.get("frozen_bytes", 0)
+        n_frozen = n_bytes if isinstance(n_bytes, int) else 0
+        n_all = self.weight_bytes
+        return (n_all - n_frozen) / n_all if n_all else 0.0
 
     @property
     def n_elements(self) -> int:

@@ -40,7 +40,8 @@ class GroupCosts(NamedTuple):
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
             and of several.
-        gathered_bytes: of its weights, as they travel where they are gathered before each use.
+        weight_bytes, frozen_bytes: of its trained and its frozen weights.
+        gathered_bytes: of trained weights, as they travel where they are gathered before each use.
         output_bytes: of the output, as it is sent.
         leaves: whether the output is read after its segment.
         segment: number of the segment, which runs without waiting for the group.
@@ -59,6 +60,7 @@ class GroupCosts(NamedTuple):
     backward_s: Floats
     turn_s: Floats
     weight_bytes: Floats
+    frozen_bytes: Floats
     gathered_bytes: Floats
     fed_bytes: Floats
     alone_bytes: Floats
@@ -140,6 +142,7 @@ class Group:
             passes[1],
             np.maximum(0.0, turns),
             tables.weight_bytes[placed].max(axis=1),
+            tables.frozen_bytes[placed].max(axis=1),
             (tables.weight_bytes[placed].T * self._gathered_shares(tables, placed)).max(axis=0),
             tables.fed_bytes[placed].max(axis=1),
             tables.buckets().alone[placed].max(axis=1),

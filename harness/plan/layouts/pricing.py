@@ -131,6 +131,7 @@ def price(
     ]  # fmt: skip
     fed = [float(costs.fed_bytes[begin:end].max()) * n_microbatches for begin, end in stages.spans]
     memory = state.n_bytes + options.reserved_bytes + np.array(active) + np.array(fed)
+    memory += _sums(costs.frozen_bytes, stages.ends)
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,

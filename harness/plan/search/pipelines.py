@@ -88,8 +88,11 @@ class PipelineSearch:
         ends = np.cumsum([0, *map(len, self.segments)])
         self._seconds = np.insert(seconds.cumsum(axis=1), 0, 0.0, axis=1)[:, ends].T
         operators, frozen = simulator.graph.operators, simulator.options.frozen
-        trained = [[op for op in ops if operators[op].name not in frozen] for ops in self.segments]
-        own = [sum(operators[op].parameter_bytes for op in ops) for ops in trained]
+        trained = [
+            [operators[op] for op in ops if operators[op].name not in frozen]
+            for ops in self.segments
+        ]
+        own = [round(sum(op.parameter_bytes * op.trained_share for op in ops)) for ops in trained]
         self._weights = np.cumsum([0, *own])
 
     def _bytes_at_cuts(self, producers: Sequence[int]) -> Floats:

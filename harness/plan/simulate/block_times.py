@@ -119,7 +119,7 @@ _DROPOUTS = ("Dropout", "Dropout2d")
 def is_product(operator: Operator) -> bool:
     """Whether it multiplies by weights, whose gradients the executor may defer."""
     pads_zeros = operator.attrs.get("padding_mode", "zeros") == "zeros"
-    return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0 and pads_zeros
+    return operator.kind in ("linear", "conv2d") and operator.trained_share > 0 and pads_zeros
 
 
 def needs_gradient(graph: Graph, frozen: frozenset[str] = frozenset()) -> npt.NDArray[np.bool_]:
@@ -127,7 +127,7 @@ def needs_gradient(graph: Graph, frozen: frozenset[str] = frozenset()) -> npt.ND
     needs = np.zeros(len(graph.operators), dtype=np.bool_)
     for i, producers in enumerate(graph.producers()):
         operator = graph.operators[i]
-        is_trained = operator.weight_bytes > 0 and operator.name not in frozen
+        is_trained = operator.trained_share > 0 and operator.name not in frozen
         needs[i] = is_trained or any(needs[p] for p in producers)
     return needs
 

@@ -210,19 +210,18 @@ class Costs:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        none = np.zeros(n)
-        is_frozen = operator.name in self._frozen
+        trained = 0.0 if operator.name in self._frozen else operator.trained_share
         return OperatorCosts(
             forward_s=forward,
             backward_s=backward,
             output_bytes=output,
             saved_bytes=saved,
             inner_bytes=inner,
-            weight_bytes=none if is_frozen else weight,
-            frozen_bytes=weight if is_frozen else none,
-            shared_bytes=none if is_frozen else shared,
+            weight_bytes=trained * weight,
+            frozen_bytes=(1 - trained) * weight,
+            shared_bytes=trained * shared,
             active=active,
-            slices=() if is_frozen else slices,
+            slices=tuple((round(trained * size), at) for size, at in slices) if trained else (),
         )
 
     def _backward_bytes_per_element(self, op: int) -> tuple[float, ...]:

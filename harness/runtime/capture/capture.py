@@ -124,6 +124,7 @@ class _Builder:
         self._mixing = SampleMixing(module, by_batch)
         self._modules = dict(module.named_modules())
         self._measured = measured
+        self._has_frozen = not all(p.requires_grad for p in module.parameters())
         # A node that is no operator (an element of a tuple) has the name of its producer.
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
@@ -243,7 +244,11 @@ class _Builder:
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": attrs["function"]}, None
+        frozen = [p for p in parameters.values() if not p.requires_grad]
         signature = _signature(kind, attrs, inputs, value)
+        if self._has_frozen:  # operators have other gradients to compute
+            flags = [x.requires_grad for x in (*parameters.values(), *inputs, value)]
+            signature += f" with gradients {''.join(str(int(flag)) for flag in flags)}"
         if product is None:
             mixes = self._mixing.mixes(node, kind, is_known=is_known_node)
         else:
@@ -279,6 +284,8 @@ class _Builder:
         tied = [p for p in parameters.values() if id(p) in self._first_user]
         if tied:
             attrs |= {"tied_to": self._first_user[id(tied[0])], "tied_bytes": _n_bytes(tied)}
+        if frozen:
+            attrs["frozen_bytes"] = _n_bytes(frozen)
         new = [p for p in parameters.values() if id(p) not in self._first_user]
         self._first_user |= {id(p): name for p in new}
         self.nodes[name] = node

@@ -8,12 +8,23 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import events
 
 
-def three(kinds=("linear", "linear", "linear"), **attrs):
+def three(kinds=("linear", "linear", "linear"), untrained="", **attrs):
     """x -> a (80 B of weights, 32 B out) -> b (40 B, 16 B out) -> c (8 B, 8 B out); 1 + 3 s each,
-    so a product's input gradients take 1 s and its weights' 2 s."""
+    so a product's input gradients take 1 s and its weights' 2 s.
+
+    Args:
+        untrained: operators whose weights the model does not train.
+    """
     sizes = (("a", "x", 4, 80), ("b", "a", 2, 40), ("c", "b", 1, 8))
     operators = [
-        op(name, [before], features, n_bytes, kind=kind, **attrs)
+        op(
+            name,
+            [before],
+            features,
+            n_bytes,
+            kind=kind,
+            **attrs | ({"frozen_bytes": n_bytes} if name in untrained else {}),
+        )
         for kind, (name, before, features, n_bytes) in zip(kinds, sizes, strict=True)
     ]
     return model(operators, (1.0, 3.0))
@@ -58,6 +69,7 @@ def test_frozen_dropout_is_off():
     assert found.step_s == 1 + 2  # of c
 
 
+@pytest.mark.parametrize("is_models", [False, True])
 @pytest.mark.parametrize(
     ("names", "static", "activations"),
     [
@@ -70,12 +82,21 @@ def test_frozen_dropout_is_off():
         ("abc", 128, 32 + 16),
     ],
 )
-def test_a_frozen_prefix_keeps_weights_alone(names, static, activations):
-    graph, profile = three()
-    plans = dict.fromkeys("abc", ZERO)
-    found = simulate(graph, profile, cluster_of(1), plans, options=frozen(*names)).outcome
+def test_a_frozen_prefix_keeps_weights_alone(names, static, activations, is_models):
+    graph, profile = three(untrained=names if is_models else "")
+    plans, options = dict.fromkeys("abc", ZERO), frozen(*("" if is_models else names))
+    found = simulate(graph, profile, cluster_of(1), plans, options=options).outcome
     assert found.static_bytes.tolist() == [static]
     assert found.memory_bytes.tolist() == [static + activations]
+
+
+def test_weights_that_the_model_does_not_train_are_neither_reduced_nor_updated():
+    graph, profile = three(untrained="ab")
+    plans = dict.fromkeys("abc", OperatorPlan({"sample": 2}, [0, 1]))
+    options = frozen(optimizer_s_per_byte=0.1)
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    assert found.outcome.lowered.buckets.n_bytes.tolist() == [8]
+    assert found.outcome.optimizer_s.tolist() == pytest.approx([0.8, 0.8])
 
 
 def test_frozen_weights_are_neither_reduced_nor_updated():

@@ -118,6 +118,20 @@ class Looping(Layer):
         return self.linear(torch.stack([row * 2 for row in x.unbind(1)], dim=1))
 
 
+def test_frozen_weights_are_told_and_their_times_are_their_own():
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    trained = capture(
+        Task(model=net, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4), 2, ""
+    )
+    assert len({op.signature for op in trained.graph.operators[1:5]}) == 1
+    net[:2].requires_grad_(False)
+    net[3].weight.requires_grad_(False)
+    found = capture(Task(model=net, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4), 2, "")
+    linears = found.graph.operators[1:5]
+    assert [op.trained_share for op in linears] == [0, 0, 1, 4 / 20]
+    assert [op.signature == linears[0].signature for op in linears] == [True, True, False, False]
+
+
 def test_what_fx_cannot_trace_is_exported():
     graph = capture(task_on(Looping()), 2, "looping").graph
     assert graph.parameter_bytes == 80
