@@ -242,9 +242,16 @@ def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changes):
         assert found.operators["l1"].devices == both
 
 
-def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches():
+@pytest.mark.parametrize("n_frozen", [0, 4])
+def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches(n_frozen):
     (graph, profile), where = chain(), cluster()
-    kept = [replace(op, attrs={**op.attrs, KEPT: op.activation_bytes}) for op in graph.operators]
+    frozen = {
+        f"l{k}": {"frozen_bytes": graph.operators[-2].parameter_bytes} for k in range(n_frozen)
+    }
+    kept = [
+        replace(op, attrs={**op.attrs, KEPT: op.activation_bytes, **frozen.get(op.name, {})})
+        for op in graph.operators
+    ]
     graph = replace(graph, operators=kept)
     search, simulator = LayoutSearch(graph, profile, where, BATCH), Simulator(graph, profile, where)
     for choice in search.choices():
