@@ -191,8 +191,8 @@ class Trainer:
         self._held = self._engine.held_state()
         self._plain = PlainState(self._held.gatherer, optimizer, task.prefix)
         self.optimizer, self.grad_norm = self._held.optimizer, engine.grad_norm
-        known = *task.model.named_parameters(), *((name, p) for p, name in self._names.items())
-        self._flags = {p: (name.removeprefix(task.prefix), p.requires_grad) for name, p in known}
+        own = *task.model.named_parameters(), *((name, p) for p, name in self._names.items())
+        self._flags = {p: (name.removeprefix(task.prefix), p.requires_grad) for name, p in own}
 
     def __enter__(self) -> Self:
         return self

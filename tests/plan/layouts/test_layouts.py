@@ -242,7 +242,7 @@ def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changes):
         assert found.operators["l1"].devices == both
 
 
-@pytest.mark.parametrize("n_frozen", [0, 4])
+@pytest.mark.parametrize("n_frozen", [0, 7])
 def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches(n_frozen):
     (graph, profile), where = chain(), cluster()
     frozen = {
