@@ -292,16 +292,14 @@ class _Builder:
         found = self._measured[node]
         if found.score_flops and (product is None or not product.has_weights):
             attrs[SCORE_FLOPS] = found.score_flops
-        self.operators.append(
-            Operator(
-                name=name, kind=kind, inputs=[self._name_of[n] for n in sources],
-                shape=named_shape(*made), dtype=str(value.dtype).removeprefix("torch."),
-                forward_flops=found.forward_flops, backward_flops=found.backward_flops,
-                parameter_bytes=_n_bytes(new),
-                activation_bytes=value.numel() * value.element_size(),
-                signature=signature, attrs=attrs,
-            )  # fmt: skip
-        )
+        operator = Operator(
+            name=name, kind=kind, inputs=[self._name_of[n] for n in sources],
+            shape=named_shape(*made), dtype=str(value.dtype).removeprefix("torch."),
+            forward_flops=found.forward_flops, backward_flops=found.backward_flops,
+            parameter_bytes=_n_bytes(new), activation_bytes=value.numel() * value.element_size(),
+            signature=signature, attrs=attrs,
+        )  # fmt: skip
+        self.operators.append(operator)
 
 
 def _n_bytes(tensors: Iterable[Tensor]) -> int:
