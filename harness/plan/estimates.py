@@ -31,6 +31,7 @@ from harness.domain.sharding import (
 )
 from harness.errors import ConfigError, GraphError, PlanError
 from harness.inputs import find_ints, shorten
+from harness.plan.simulate.block_times import needs_gradient
 from harness.units import parse_bandwidth
 
 _ALL_PARTS_UP_TO = 8
@@ -74,12 +75,12 @@ def operator_seconds(
     output = operator.activation_bytes * share / partial
     if operator.kind == "embedding":
         # Forward reads the rows that it looks up; backward fills a dense gradient of the table.
-        forward_bytes, backward_bytes = 2 * output, weights + 2 * output
+        forward_bytes, backward_bytes = 2 * output, operator.trained_share * weights + 2 * output
     else:
         is_product = operator.kind in ("linear", "conv2d")
         read = input_bytes * (samples * part.get(CONTRACTION, 1.0) if is_product else share)
         forward_bytes = read + weights + output
-        backward_bytes = 2 * read + 2 * weights + output
+        backward_bytes = 2 * read + (1 + operator.trained_share) * weights + output
     return (
         rates.seconds(operator.forward_flops * share, forward_bytes),
         rates.seconds(operator.backward_flops * share, backward_bytes),
@@ -106,6 +107,9 @@ def roofline_profile(
 ) -> Profile:
     """A profile of every operator on every kind of device.
 
+    Operators without trained weights before them have no backward, unless the graph's weights are
+    unknown.
+
     Args:
         rates: by kind of device.
         n_parts: numbers of parts that a dim may be cut into.
@@ -114,6 +118,8 @@ def roofline_profile(
     sizes = {op.name: float(op.activation_bytes) for op in graph.operators}
     points: dict[object, Measurement] = {}
     parts, microbatches = sorted(set(n_parts) | {1}), list(n_microbatches)
+    needs = needs_gradient(graph) | (graph.parameter_bytes == 0)
+    returns = {op.profile_key for op, need in zip(graph.operators, needs, strict=True) if need}
     for kind, own in rates.items():
         for operator in filter(has_tasks, graph.operators):
             input_bytes = sum(sizes[name] for name in operator.inputs)
@@ -122,6 +128,7 @@ def roofline_profile(
                 if key in points:
                     continue
                 forward, backward = operator_seconds(operator, input_bytes, shape, own)
+                backward *= operator.profile_key in returns
                 points[key] = Measurement(
                     device_kind=kind,
                     operator=operator.profile_key,

@@ -45,6 +45,28 @@ def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
     assert (found.forward_s, found.backward_s) == pytest.approx(wanted, rel=0.02)
 
 
+def test_a_frozen_prefix_has_no_backward_and_frozen_weights_no_gradient_to_write():
+    graph = dlrm_graph(DlrmSizes(bottom=(4, 64), top=(64 * 9, 64, 1)))
+    rates = DeviceRates(flops_per_s=1e30, memory_bytes_per_s=1.0, launch_s=0.0)
+    trained = roofline_profile(graph, {"P100": rates}, n_parts=[1])
+    for operator in graph.operators:
+        if operator.name != "top0":
+            operator.attrs["frozen_bytes"] = operator.parameter_bytes
+    frozen = roofline_profile(graph, {"P100": rates}, n_parts=[1])
+    assert [point.forward_s for point in frozen.measurements] == [
+        point.forward_s for point in trained.measurements
+    ]
+    less_s = {
+        before.operator: before.backward_s - after.backward_s
+        for before, after in zip(trained.measurements, frozen.measurements, strict=True)
+        if after.backward_s
+    }
+    last = graph.operators[graph.index()["top1"]]
+    assert less_s.pop(last.profile_key) == last.parameter_bytes
+    assert less_s
+    assert set(less_s.values()) == {0}
+
+
 @pytest.mark.parametrize(("optimizer", "n_accesses"), [("sgd", 3), ("momentum", 5), ("adamw", 7)])
 def test_the_optimizer_reads_and_writes_at_the_memory_rate(optimizer, n_accesses):
     profile = roofline_profile(dlrm_graph(DlrmSizes()), {"P100": P100}, n_parts=[1])

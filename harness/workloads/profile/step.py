@@ -190,7 +190,8 @@ class TimedParameters:
     """Parameters that an optimizer is timed on.
 
     Attributes:
-        sizes: bytes of parameters of each operator that has any, up to _LARGEST_BYTES in total.
+        sizes: bytes of trained parameters of each operator that has any, up to _LARGEST_BYTES in
+            total.
         n_between: bytes that a device accesses between two optimizer steps: parameters, gradients,
             and the outputs of its part of the batch.
     """
@@ -203,11 +204,13 @@ class TimedParameters:
         """Collect the parameters of a model that is trained on `n_devices` devices."""
         sizes, total = [], 0
         for operator in graph.operators:
-            if 0 < operator.parameter_bytes <= _LARGEST_BYTES - total:
-                sizes.append(operator.parameter_bytes)
-                total += operator.parameter_bytes
+            n_trained = round(operator.parameter_bytes * operator.trained_share)
+            if 0 < n_trained <= _LARGEST_BYTES - total:
+                sizes.append(n_trained)
+                total += n_trained
         n_between = sum(
-            2 * operator.parameter_bytes + operator.activation_bytes / n_devices
+            (1 + operator.trained_share) * operator.parameter_bytes
+            + operator.activation_bytes / n_devices
             for operator in graph.operators
         )
         return cls(sizes, n_between)

@@ -160,16 +160,19 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
         simulator: of the model with the layers frozen that are after the change.
     """
     options, operators = simulator.options, simulator.graph.operators
-    bytes_of = {operator.name: operator.parameter_bytes for operator in operators}
+    bytes_of = {
+        operator.name: operator.parameter_bytes
+        * (1 + options.n_optimizer_states * operator.trained_share * (operator.name not in options.frozen))
+        for operator in operators
+    }
     shapes = _weight_shapes(simulator)
     found: Counter[tuple[int, int]] = Counter()
     placed_before, placed_after = (_placement(simulator, one, shapes) for one in (before, after))
     for one in find_migrations(placed_before, placed_after):
         if one.source != one.target:
             name = one.region.name
-            n_tensors = 1 + options.n_optimizer_states * (name not in options.frozen)
             share = one.region.n_elements / math.prod(shapes[name].values())
-            found[one.source, one.target] += round(bytes_of[name] * share * n_tensors)
+            found[one.source, one.target] += round(bytes_of[name] * share)
     return dict(found)
 
 

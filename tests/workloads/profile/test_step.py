@@ -23,6 +23,17 @@ def test_parameters_gradients_and_a_part_of_the_outputs_pass_between_two_steps()
     assert timed.n_between == pytest.approx(2 * parameters + outputs / 2)
 
 
+def test_an_optimizer_is_timed_on_trained_parameters():
+    graph = capture_model("lenet", 8)
+    before = TimedParameters.of(graph, 1)
+    weighted = [operator for operator in graph.operators if operator.parameter_bytes]
+    for operator in weighted[:-1]:
+        operator.attrs["frozen_bytes"] = operator.parameter_bytes
+    timed = TimedParameters.of(graph, 1)
+    assert timed.sizes == before.sizes[-1:]
+    assert timed.n_between == before.n_between - sum(before.sizes[:-1])
+
+
 def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(monkeypatch):
     flushed = []
 

@@ -272,12 +272,23 @@ def test_bytes_are_predicted_exactly(trained):
     assert 0 < moved[4, 1, 0] < 2 * 4 * N_PARAMETERS
     assert estimated_bytes("ddp", "pipeline") == {}
     assert estimated_bytes("pipeline", "single") == {(1, 0): moved[4, 1, 0]}
-    assert 0 < estimated_bytes("pipeline", "single", n_frozen=3)[1, 0] < moved[4, 1, 0]
+    frozen = estimated_bytes("pipeline", "single", n_frozen=3)
+    assert 0 < frozen[1, 0] < moved[4, 1, 0]
+    assert estimated_bytes("pipeline", "single", n_frozen=3, is_models=True) == frozen
 
 
-def estimated_bytes(before, after, n_frozen=0):
-    """Without engines, by the strategies alone; the optimizer has one state."""
+def estimated_bytes(before, after, n_frozen=0, *, is_models=False):
+    """Without engines, by the strategies alone; the optimizer has one state.
+
+    Args:
+        is_models: whether the model does not train the frozen layers.
+    """
     graph = capture_graph(search_config_of(CASE))
+    if is_models:
+        for name in frozen_operators(graph, n_frozen):
+            operator = graph.operators[graph.index()[name]]
+            operator.attrs["frozen_bytes"] = operator.parameter_bytes
+        n_frozen = 0
     rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}
     profile = roofline_profile(graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
     options = SimulatorOptions(frozen=frozen_operators(graph, n_frozen))
