@@ -40,6 +40,7 @@ class GroupCosts(NamedTuple):
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
             and of several.
+        returns: whether it has a backward.
         weight_bytes, frozen_bytes: of its trained and its frozen weights.
         gathered_bytes: of trained weights, as they travel where they are gathered before each use.
         output_bytes: of the output, as it is sent.
@@ -59,6 +60,7 @@ class GroupCosts(NamedTuple):
     again_s: Floats
     backward_s: Floats
     turn_s: Floats
+    returns: npt.NDArray[np.bool_]
     weight_bytes: Floats
     frozen_bytes: Floats
     gathered_bytes: Floats
@@ -141,6 +143,7 @@ class Group:
             again_s,
             passes[1],
             np.maximum(0.0, turns),
+            returns[placed],
             tables.weight_bytes[placed].max(axis=1),
             tables.frozen_bytes[placed].max(axis=1),
             (tables.weight_bytes[placed].T * self._gathered_shares(tables, placed)).max(axis=0),

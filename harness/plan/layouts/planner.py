@@ -222,7 +222,8 @@ class LayoutSearch:
         """With stages equal in computing, and with those equal in computing and transfers."""
         key = (layout.tp, layout.pp, samples, recompute)
         if key not in self._stages:
-            seconds = costs.forward_s + costs.again_s * recompute + costs.backward_s
+            again_s = costs.again_s * (costs.returns * recompute)
+            seconds = costs.forward_s + again_s + costs.backward_s
             far = layout.n_devices > self.links.n_each
             sent_s, latency_s = transfer_seconds(layout, costs.crossing_bytes, self.links, far)
             crossing_s = sent_s.sum(axis=0) + 2 * latency_s

@@ -169,6 +169,8 @@ def _stages(
     for own, (_, end), stay in zip(starts, spans, stays.tolist(), strict=True):
         if stay:
             repeats[own[-1] : end] = 0.0
+    every = np.concatenate(starts)  # a frozen segment has no backward to run again for
+    repeats *= np.repeat(np.maximum.reduceat(costs.returns, every), np.diff(every, append=ends[-1]))
     forward_s, backward_s = _sums(costs.forward_s, ends), _sums(costs.backward_s, ends)
     forward_s[:-1] -= costs.turn_s[0, ends[:-1] - 1]
     backward_s[1:] -= costs.turn_s[1, ends[:-1]]

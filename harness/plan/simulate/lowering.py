@@ -13,6 +13,7 @@ from harness.domain.shard_state import ShardState, shards_gradients, shards_para
 from harness.domain.weight_units import SharedWeight, Unit
 from harness.plan.simulate.activations import (
     Flags,
+    Segments,
     find_segments,
     gradients_passed,
     held_outputs,
@@ -86,14 +87,15 @@ def lower(
     weights, units = _gathered(simulator, tables, flow, shard_state)
     freed = units if is_freeing else []
     segment_of = cut_segments(tables, flow, freed)
-    repeats = _recomputes(simulator, flow)[flow.stage_of]
+    segments = find_segments(tables, flow, segment_of, simulator.returns)
+    repeats = rows.repeats(segments.number)
     if repeats.any() and options.recomputes_ahead and not freed:
-        repeats &= ~_stays(flow, segment_of)
+        repeats &= ~_stays(flow, segment_of)[rows.ops]
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
     passing = rows.gradients_passed()
     if is_sharded:
         passing += [rows.of(n_bytes) for n_bytes in passing_bytes(tables, n_rounds)]
-    order = rows.order(segment_of, repeats[rows.ops], rows.of(alone), passing)
+    order = rows.order(segments, repeats, rows.of(alone), passing)
     if shard_state != "none":
         buckets = scattered(buckets, n_rounds)
     buckets, triggers = rows.triggered(buckets, order)
@@ -103,7 +105,7 @@ def lower(
     # Freed weights are gathered once for a unit's second forward and its backward.
     recomputes_ahead = options.recomputes_ahead and not (freed and segment_of.any())
     n_summed = flow.n_microbatches // n_rounds
-    seconds = rows.seconds(n_summed, repeats[rows.ops], recomputes_ahead=recomputes_ahead)
+    seconds = rows.seconds(n_summed, repeats, recomputes_ahead=recomputes_ahead)
     edges = rows.edges
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
     sent_shares = np.where(crosses, options.activation_share, 1.0)
@@ -193,18 +195,27 @@ class _Rows:
             passing[BACKWARD] = self.of(gradients_passed(self._tables, n, returns))
         return passing
 
+    def repeats(self, numbers: Ints) -> Flags:
+        """(n_rows,) whether a row runs forward again, by the numbers of its device's segments: a
+        frozen segment has no backward to do it for."""
+        recomputes = self._flow.recompute[self._flow.stage_of[self.ops]]
+        if not recomputes.any():
+            return recomputes
+        segment = self.of(numbers) * self._tables.n_devices + self.devices
+        has_backward = np.bincount(segment, self._simulator.returns[self.ops]) > 0
+        return recomputes & has_backward[segment]
+
     def order(
-        self, segment_of: Ints, repeats: Flags, gradient_bytes: Floats, passing: Floats
+        self, segments: Segments, repeats: Flags, gradient_bytes: Floats, passing: Floats
     ) -> TaskOrder:
         """The order of each device's tasks.
 
         Args:
-            segment_of: (n_ops,) see `sharded_state.cut_segments`.
             repeats: (n_rows,) whether a row runs forward again.
             gradient_bytes: (n_rows,) that its first backward allocates.
         """
         simulator, tables, flow = self._simulator, self._tables, self._flow
-        number, leaving = find_segments(tables, flow, segment_of, simulator.returns)
+        number, leaving = segments
         held = held_outputs(tables, flow, simulator.returns, simulator.readers, leaving)
         received = received_bytes(tables)
         order: TaskOrder = order_tasks(
@@ -326,12 +337,6 @@ def _bucket_columns(buckets: Buckets, triggers: Ints, gathers: Gathers) -> dict[
         "after_ptr": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         "after_task": after[:, 1].copy(),
     }
-
-
-def _recomputes(simulator: Simulator, flow: Flow) -> Flags:
-    """(n_stages,) whether a stage runs forward again; a frozen one has no backward to do it for."""
-    stages = np.arange(len(flow.recompute))
-    return flow.recompute & np.isin(stages, flow.stage_of[simulator.returns])
 
 
 def _stays(flow: Flow, segment_of: Ints) -> Flags:

@@ -162,7 +162,12 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
     options, operators = simulator.options, simulator.graph.operators
     bytes_of = {
         operator.name: operator.parameter_bytes
-        * (1 + options.n_optimizer_states * operator.trained_share * (operator.name not in options.frozen))
+        * (
+            1
+            + options.n_optimizer_states
+            * operator.trained_share
+            * (operator.name not in options.frozen)
+        )
         for operator in operators
     }
     shapes = _weight_shapes(simulator)

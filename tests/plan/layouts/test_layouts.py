@@ -242,6 +242,29 @@ def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changes):
         assert found.operators["l1"].devices == both
 
 
+@pytest.mark.parametrize("n_frozen", [3, 5, 7])
+def test_frozen_segments_do_not_run_again(n_frozen):
+    (graph, profile), where = chain(), cluster()
+    names = {f"l{k}" for k in range(n_frozen)}
+    operators = [
+        replace(op, attrs={**op.attrs, "frozen_bytes": op.parameter_bytes * (op.name in names)})
+        for op in graph.operators
+    ]
+    graph = replace(graph, operators=operators)
+    points = [
+        replace(point, backward_s=0.0) if point.operator in names else point
+        for point in profile.measurements
+    ]
+    profile = replace(profile, measurements=points)
+    search = LayoutSearch(graph, profile, where, BATCH, limit_bytes=0, shard_state="none")
+    simulator = Simulator(graph, profile, where)
+    choices = search.choices()
+    assert {choice.segments for choice in choices} == {0, 1, 64}
+    for choice in choices:
+        simulation = simulator.simulate(search.strategy(choice))
+        assert choice.step_s == pytest.approx(simulation.step_s, rel=0.005), choice.name
+
+
 @pytest.mark.parametrize("n_frozen", [0, 7])
 def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches(n_frozen):
     (graph, profile), where = chain(), cluster()
