@@ -19,7 +19,7 @@ import msgspec
 
 from harness.domain.fingerprint import MadeFor
 from harness.domain.freezing import frozen_operators
-from harness.domain.graph import Graph
+from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE
 from harness.domain.sharding import weight_dims
 from harness.domain.strategy import Strategy, check_fresh, validate
@@ -160,16 +160,12 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
         simulator: of the model with the layers frozen that are after the change.
     """
     options, operators = simulator.options, simulator.graph.operators
-    bytes_of = {
-        operator.name: operator.parameter_bytes
-        * (
-            1
-            + options.n_optimizer_states
-            * operator.trained_share
-            * (operator.name not in options.frozen)
-        )
-        for operator in operators
-    }
+
+    def n_bytes(operator: Operator) -> float:
+        trained = 0.0 if operator.name in options.frozen else operator.trained_share
+        return operator.parameter_bytes * (1 + options.n_optimizer_states * trained)
+
+    bytes_of = {operator.name: n_bytes(operator) for operator in operators}
     shapes = _weight_shapes(simulator)
     found: Counter[tuple[int, int]] = Counter()
     placed_before, placed_after = (_placement(simulator, one, shapes) for one in (before, after))
