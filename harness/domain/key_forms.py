@@ -54,7 +54,7 @@ def rounds(keys: KeyForm, n: int, *, is_backward: bool) -> Rounds:
 def key_features(operator: Operator) -> int:
     """Features of a position's keys and values together; 0 if these cannot travel."""
     found = operator.attrs.get("key_features", 0)
-    has_dims = {POSITIONS, "feature"} <= operator.shape.keys()
+    has_dims = {SAMPLE, POSITIONS, "feature"} <= operator.shape.keys()
     return found if isinstance(found, int) and has_dims else 0
 
 

@@ -123,6 +123,15 @@ def samples_of(cuts: Mapping[str, Cut], index: int, samples: int) -> Interval:
     return cut_dim(samples, cut)[index * n_parts(cut) // count_parts(cuts)]
 
 
+def serving(cuts: Mapping[str, Cut], reader: Mapping[str, Cut], index: int, samples: int) -> Block:
+    """The samples that the blocks which a reader's block `index` reads serve, where no sample
+    affects what they compute: those with its first sample; () if these are not cut."""
+    if SAMPLE not in cuts:
+        return ()
+    first, _ = samples_of(reader, index, samples)
+    return (next(own for own in cut_dim(samples, cuts[SAMPLE]) if first < own[1]),)
+
+
 def volume(block: Block) -> int:
     """Number of elements of a block."""
     return math.prod([stop - start for start, stop in block])

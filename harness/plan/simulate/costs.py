@@ -22,7 +22,7 @@ from harness.domain.key_forms import (
     kept_elements,
     key_features,
 )
-from harness.domain.partition import SAMPLE, Block, Interval, samples_of, volume
+from harness.domain.partition import SAMPLE, Block, Interval, samples_of, serving, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     CONTRACTION,
@@ -272,7 +272,7 @@ class Costs:
         held = [[block[k] for k in output_dims] for block in self.blocks(producer, a)]
         operator, maker = self.graph.operators[consumer], self.graph.operators[producer]
         shape = output_sizes(maker, self.shapes[producer])
-        is_repeated = SAMPLE in a.partition and SAMPLE not in shape
+        is_repeated = SAMPLE in a.partition and not maker.reads_samples
         for k, bounds in enumerate(held if is_repeated else ()):
             bounds.append(samples_of(a.partition, k, self.samples))
         pieces = PricedPieces(
@@ -295,7 +295,7 @@ class Costs:
                     argument=argument, has_own_keys=b.keys != "input",
                 )  # fmt: skip
                 if is_repeated:
-                    first, _ = samples_of(b.partition, k, self.samples)
+                    ((first, _),) = serving(a.partition, b.partition, k, self.samples)
                     wanted += ((first, first + 1),)
                 region = regions.setdefault((wanted, copies := copies_of(b, k)), len(regions))
                 if (region, device) in found:

@@ -129,7 +129,7 @@ class _Builder:
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
         self._first_user: dict[int, str] = {}  # of each parameter, by its id
-        self._unsampled: set[fx.Node] = set()  # no sample affects their values
+        self._unsampled: set[str] = set()  # operators that no sample affects
         self._first_call: dict[object, str] = {}  # of each batch norm with running statistics
         self._taken = {LOSS}
         self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
@@ -269,12 +269,12 @@ class _Builder:
             attrs |= {"writes_buffers": buffers, "is_cut_by_samples": False}
         is_alike = {"is_repeatable", "mixes_samples", "writes_buffers"}.isdisjoint(attrs)
         is_alike = is_alike and not self._growing(node) and kind != "batch_norm"
-        if is_alike and self._unsampled.issuperset(sources):
-            self._unsampled.add(node)
+        name = self._free_name(node)
+        if is_alike and self._unsampled.issuperset(self._name_of[n] for n in sources):
+            self._unsampled.add(name)
             attrs["reads_samples"] = False
         if parameters:
             attrs["parameters"] = list(parameters)
-        name = self._free_name(node)
         if updates_statistics(node, self._modules):
             first = self._first_call.setdefault(node.target, name)
             attrs |= {"shares_norm_with": first} if first != name else {}

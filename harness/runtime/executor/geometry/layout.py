@@ -21,7 +21,7 @@ import numpy as np
 from torch import fx
 
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, Interval, samples_of
+from harness.domain.partition import SAMPLE, Block, Interval, samples_of, serving
 from harness.domain.routes import Flags, Parts, find_pieces
 from harness.domain.sharding import (
     full_blocks,
@@ -73,6 +73,8 @@ class Want:
         copies: the devices of its readers, if these are copies of each other.
         pieces: the regions that it consists of, in the order of the parts.
         returns: the parts that receive its gradient.
+        served: of several parts that each compute all of an operator, the samples of those that it
+            takes.
         is_sum: the pieces overlap and must be added.
         first_consumer: position of the first operator on this device that reads it.
         stage: stage of that operator.
@@ -83,6 +85,7 @@ class Want:
     device: int
     block: Block
     copies: tuple[int, ...]
+    served: Block
     pieces: tuple[Piece, ...] = field(compare=False)
     returns: tuple[Piece, ...] = field(compare=False)
     is_sum: bool = field(compare=False)
@@ -133,7 +136,7 @@ class Layout:
         self.parts = {name: self._parts_of(name) for name in strategy.operators}
         self._held: dict[fx.Node, Parts] = {}
         self.wants: list[Want] = []
-        self._numbers: dict[tuple[str, int, Block, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[str, int, Block, tuple[int, ...], Block], int] = {}
         for operator in self.graph.operators:
             if has_tasks(operator):
                 self._add_wants(operator)
@@ -246,21 +249,33 @@ class Layout:
     def _add_wants(self, operator: Operator) -> None:
         for argument, node in enumerate(self.arguments(operator.name)):
             for part in self.parts[operator.name]:
-                block = self.wanted(part, argument, node)
-                key = node.name, part.device, block, part.copies
+                key = self._key(node, part, argument)
                 if key not in self._numbers:
                     self._numbers[key] = len(self.wants)
-                    self.wants.append(self._want(node, part, block, operator))
+                    self.wants.append(self._want(node, part, key[2], key[4], operator))
 
-    def _want(self, node: fx.Node, part: Part, block: Block, consumer: Operator) -> Want:
+    def _key(
+        self, node: fx.Node, part: Part, argument: int
+    ) -> tuple[str, int, Block, tuple[int, ...], Block]:
+        """What the want of an argument of a task is known by."""
+        served: Block = ()
+        if not self.operators[owner := self.owner[node]].reads_samples:
+            cuts, reader = self.plan(owner).partition, self.plan(part.operator).partition
+            served = serving(cuts, reader, part.index, self.samples)
+        return node.name, part.device, self.wanted(part, argument, node), part.copies, served
+
+    def _want(
+        self, node: fx.Node, part: Part, block: Block, served: Block, consumer: Operator
+    ) -> Want:
         owner = self.operators[self.owner[node]]
-        pieces, returns = self._pieces(node, part, block) if has_tasks(owner) else ((), ())
+        pieces, returns = self._pieces(node, part, block, served) if has_tasks(owner) else ((), ())
         return Want(
             number=len(self.wants),
             value=node.name,
             device=part.device,
             block=block,
             copies=part.copies,
+            served=served,
             pieces=pieces,
             returns=returns,
             is_sum=len(pieces) > 1
@@ -270,7 +285,7 @@ class Layout:
         )
 
     def _pieces(
-        self, node: fx.Node, part: Part, block: Block
+        self, node: fx.Node, part: Part, block: Block, served: Block
     ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """The pieces that a reader takes, and those whose gradients it returns."""
         producers = self.parts[self.owner[node]]
@@ -279,11 +294,7 @@ class Layout:
             devices = np.array([producer.device for producer in producers])
             copies = [producer.copies for producer in producers if producer.copies]
             self._held[node] = Parts(bounds.reshape(len(producers), -1, 2), devices, copies)
-        wanted = block
-        if self._served(producers[0]):
-            first, _ = samples_of(self.plan(part.operator).partition, part.index, self.samples)
-            wanted += ((first, first + 1),)
-        region = np.array(wanted, dtype=np.int64).reshape(-1, 2)
+        region = np.array(block + served, dtype=np.int64).reshape(-1, 2)
         shared = find_pieces(self._held[node], region, part.device, part.copies)
         bounds = np.stack([shared.low, shared.high], axis=-1).tolist()
 
@@ -306,8 +317,7 @@ class Layout:
         """The nodes that a task reads, argument by argument, with the wants that serve them."""
         pairs: list[tuple[fx.Node, Want]] = []
         for argument, node in enumerate(self.arguments(part.operator)):
-            key = node.name, part.device, self.wanted(part, argument, node), part.copies
-            pairs.append((node, self.wants[self._numbers[key]]))
+            pairs.append((node, self.wants[self._numbers[self._key(node, part, argument)]]))
         return pairs
 
     def sample_interval(self, part: Part) -> Interval:

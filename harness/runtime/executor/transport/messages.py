@@ -183,7 +183,7 @@ def shared_sums(layout: Layout) -> dict[int, SharedSum]:
     on the same devices, which may want them in unlike orders."""
     by_region: dict[tuple[object, ...], list[Want]] = defaultdict(list)
     for want in layout.wants:
-        by_region[want.value, want.block, want.copies].append(want)
+        by_region[want.value, want.block, want.copies, want.served].append(want)
     pairs = ((wants, _shared_sum(wants)) for wants in by_region.values())
     summed = [(wants, shared_sum) for wants, shared_sum in pairs if shared_sum is not None]
     n_regions = Counter((wants[0].value, shared_sum.devices) for wants, shared_sum in summed)
