@@ -16,7 +16,6 @@ from harness.domain.partition import (
     Cut,
     Interval,
     blocks,
-    cut_dim,
     input_interval,
     n_parts,
     part_index,
@@ -104,8 +103,11 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
 
 
 def full_units(operator: Operator, *, batch: int, graph_batch: int | None) -> dict[str, int]:
-    """As `full_shape`, but in units of a cut: samples, if each sample has several rows."""
+    """As `full_shape`, but in units of a cut: samples, if each sample has several rows. What no
+    sample affects is cut by samples too, though it has none: each part computes all of it."""
     shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
+    if not operator.reads_samples:
+        return {SAMPLE: batch, **shape}
     if graph_batch and shape.get(SAMPLE, 1) % batch == 0:
         return {dim: batch if dim == SAMPLE else size for dim, size in shape.items()}
     return shape
@@ -121,13 +123,14 @@ def full_blocks(
     """
     shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
     units = full_units(operator, batch=batch, graph_batch=graph_batch)
-    each = [size // units[dim] for dim, size in shape.items()]
-    own = {dim: cut for dim, cut in cuts.items() if dim != SAMPLE or SAMPLE in shape}
-    repeats = [(0, batch)] if len(own) == len(cuts) else cut_dim(batch, cuts[SAMPLE])
+    each = {dim: size // units[dim] for dim, size in shape.items()}
     return [
-        tuple((start * n, stop * n) for (start, stop), n in zip(block, each, strict=True))
-        for _ in repeats
-        for block in blocks(list(units), list(units.values()), own)
+        tuple(
+            (start * each[dim], stop * each[dim])
+            for dim, (start, stop) in zip(units, block, strict=True)
+            if dim in each
+        )
+        for block in blocks(list(units), list(units.values()), cuts)
     ]
 
 
@@ -167,6 +170,7 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
     if operator.attrs.get("writes_buffers"):
         return []
     allowed = set(_kind(operator).cuts) - _fixed_dims(operator)
+    allowed |= set() if operator.reads_samples else {SAMPLE}
     return [dim for dim in shape if dim in allowed]
 
 

@@ -27,7 +27,7 @@ from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
     full_blocks,
-    full_shape,
+    full_units,
     has_tasks,
     may_have_copies,
 )
@@ -279,9 +279,8 @@ def check_names(strategy: Strategy, graph: Graph) -> None:
 def _check_plan(
     operator: Operator, plan: OperatorPlan, microbatch: int, graph_batch: int | None, n_devices: int
 ) -> None:
-    shape = full_shape(operator, batch=microbatch, graph_batch=graph_batch)
+    shape = full_units(operator, batch=microbatch, graph_batch=graph_batch)
     allowed = cuttable_dims(operator, shape) + [REPLICA] * may_have_copies(operator)
-    allowed += [SAMPLE] * (not operator.reads_samples)
     for dim, cut in plan.partition.items():
         if dim not in allowed and not (dim in (*shape, REPLICA) and n_parts(cut) == 1):
             raise StrategyError(

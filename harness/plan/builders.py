@@ -42,15 +42,15 @@ def _build(name: str, graph: Graph, batch: int, plan: Planner) -> Strategy:
 def cut_or_whole(
     operator: Operator, graph: Graph, batch: int, dim: str, cut: Cut, devices: Sequence[int]
 ) -> OperatorPlan:
-    """Cut along `dim` over the devices where that is possible; else by samples; else whole."""
+    """Cut along `dim` over the devices where that is possible; else by the samples that it reads;
+    else whole."""
     shape = full_units(operator, batch=batch, graph_batch=graph.batch)
     allowed = cuttable_dims(operator, shape)
-    if dim == SAMPLE and not operator.reads_samples:
-        allowed, shape = [SAMPLE], {SAMPLE: batch}
     n = len(devices)
     if n > 1 and dim in allowed and shape[dim] >= n:
         return OperatorPlan({dim: cut}, list(devices))
-    if n > 1 and dim != SAMPLE and SAMPLE in allowed and shape[SAMPLE] >= n:
+    is_by_samples = operator.reads_samples and SAMPLE in allowed
+    if n > 1 and is_by_samples and shape[SAMPLE] >= n:
         return OperatorPlan({SAMPLE: n}, list(devices))
     return OperatorPlan({}, [devices[0]])
 

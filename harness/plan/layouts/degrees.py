@@ -285,10 +285,10 @@ def _replicated(
 ) -> OperatorPlan:
     """A group's plan on every replica."""
     # Not where a function is unknown, nor a loss of whole batches.
-    is_cut = SAMPLE in cuttable_dims(operator, units) or not operator.reads_samples
+    is_cut = SAMPLE in cuttable_dims(operator, units)
     if layout.dp == 1 or not is_cut:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
-    if units.get(SAMPLE, layout.dp) < layout.dp:
+    if units[SAMPLE] < layout.dp:
         raise StrategyError(
             f"operator {operator.name!r} cannot be cut into {layout.dp} replicas: lower dp"
         )

@@ -84,7 +84,7 @@ class Space:
         shared: dict[object, list[OperatorPlan]] = {}
         for op in placed:
             operator, shape = costs.graph.operators[op], costs.shapes[op]
-            key = operator.kind, tuple(shape.items()), operator.profile_key
+            key = *shape.items(), operator.profile_key, operator.kind, operator.reads_samples
             if key not in shared:
                 shared[key] = self._menu(op)
             self.menus[op] = shared[key]

@@ -108,16 +108,11 @@ class _Plans:
         """For each size of microbatch."""
         if operator.name not in self._shapes:
             self._shapes[operator.name] = [
-                full_shape(operator, batch=n, graph_batch=self._graph.batch)
-                | ({} if operator.reads_samples else {SAMPLE: n})
+                ({} if operator.reads_samples else {SAMPLE: n})
+                | full_shape(operator, batch=n, graph_batch=self._graph.batch)
                 for n in self._sizes
             ]
         return self._shapes[operator.name]
-
-    def dims(self, operator: Operator) -> list[str]:
-        """Along which it may be cut."""
-        found = cuttable_dims(operator, self.shapes(operator)[0])
-        return found if operator.reads_samples else [SAMPLE, *found]
 
     def draw(self, operator: Operator, stage: int, devices: list[int]) -> OperatorPlan:
         style = self._rng.random()
@@ -133,7 +128,7 @@ class _Plans:
 
     def covering(self, operator: Operator, stage: int, devices: list[int]) -> OperatorPlan | None:
         """A plan on all the devices; None when no dim has as many elements."""
-        for dim in self.dims(operator):
+        for dim in cuttable_dims(operator, self.shapes(operator)[0]):
             if _is_possible(len(devices), [shape[dim] for shape in self.shapes(operator)]):
                 return OperatorPlan({dim: len(devices)}, list(devices), stage)
         return None
@@ -141,12 +136,14 @@ class _Plans:
     def _fits(self, operator: Operator, cuts: dict[str, Cut], devices: list[int]) -> bool:
         shapes = self.shapes(operator)
         return set(self._before.devices) <= set(devices) and all(
-            dim in self.dims(operator) and _is_possible(cut, [shape[dim] for shape in shapes])
+            dim in cuttable_dims(operator, shapes[0])
+            and _is_possible(cut, [shape[dim] for shape in shapes])
             for dim, cut in cuts.items()
         )
 
     def _cuts(self, operator: Operator) -> dict[str, Cut]:
-        rng, shapes, dims = self._rng, self.shapes(operator), self.dims(operator)
+        rng, shapes = self._rng, self.shapes(operator)
+        dims = cuttable_dims(operator, shapes[0])
         cuts: dict[str, Cut] = {}
         for dim in rng.sample(dims, min(len(dims), rng.choice([0, 1, 1, 1, 2, 2, 3]))):
             sizes = [shape[dim] for shape in shapes]
