@@ -19,9 +19,9 @@ SHAPE = {"sample": 2, "seq": 8, "feature": 4}
 CLUSTER = Cluster.uniform(4, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
 
 
-def graph_of(key_features=2, length=8):
+def graph_of(key_features=2, length=8, shape=SHAPE):
     attention = Operator(
-        name="a", kind="attention", inputs=["x", "m"], shape=SHAPE,
+        name="a", kind="attention", inputs=["x", "m"], shape=shape,
         attrs={"n_heads": 2, "key_features": key_features},
     )  # fmt: skip
     inputs = [
@@ -100,6 +100,7 @@ def test_flops_of_a_quarter_beside_those_of_the_whole(
         (graph_of(), {"heads": 2}, [0, 1], "cut it along 'seq'"),
         (graph_of(key_features=0), {"seq": 2}, [0, 1], "captured as one operator"),
         (graph_of(length=6), {"seq": 2}, [0, 1], "as many keys as queries"),
+        (graph_of(shape={"seq": 8, "feature": 4}), {"seq": 2}, [0, 1], "captured as one operator"),
     ],
 )
 def test_keys_that_cannot_travel_are_refused(graph, cuts, devices, why):

@@ -179,6 +179,21 @@ def test_the_place_of_an_unlike_node_in_the_cluster_does_not_matter(at, is_slow)
     assert named[f"ddp on {len(others)} devices"].operators["fc0"].devices == sorted(others)
 
 
+def test_searches_cut_what_no_sample_affects_by_the_samples_of_its_readers():
+    graph, profile = layers(3)
+    graph = changed(graph, ["fc0"], shape={"feature": 4}, inputs=[], attrs={"reads_samples": False})
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    op = graph.index()["fc0"]
+    for samples in (8, 1):
+        menu = Space(simulator.costs(samples), cluster, simulator.placed).menus[op]
+        assert any(plan.partition == {"sample": 2} for plan in menu) == (samples > 1)
+    search = PipelineSearch(simulator, 8, 1)
+    found = search.strategy(Pipeline(0.0, (3,), ((0, 1),)))
+    assert found.operators["fc0"].partition == {"sample": 2}
+    validate(found, graph, cluster)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations((1.0, 0.6, 0.3))))
 def test_interleaved_stages_find_the_order_of_unlike_devices(order):
     graph, profile = layers(8)

@@ -311,3 +311,14 @@ def test_casts_are_elementwise(cast):
     graph = capture(task_on(Casting(), 4), 2, "model").graph
     kinds = {op.attrs.get("function"): op.kind for op in graph.operators}
     assert kinds[cast] == "elementwise"
+
+
+def test_no_sample_affects_what_is_made_of_an_element_of_several_values():
+    def middle(net, x):
+        first, second = net.last.weight.tanh().split((1, 2))
+        return x * (first.sum() + second.sum())
+
+    graph = capture(task_on(Net(middle)), 8, "net").graph
+    assert [op.name for op in graph.operators if not op.reads_samples] == [
+        "tanh", "split", "sum_1", "sum_2", "add",
+    ]  # fmt: skip

@@ -250,7 +250,7 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        scores = F.gelu(self.query(self.question)) @ self.second(y).transpose(1, 2)
+        scores = F.gelu(self.query(self.question.tanh())) @ self.second(y).transpose(1, 2)
         return self.head((scores.softmax(-1) @ y).mean(1))
 
 

@@ -4,12 +4,15 @@ import math
 from collections import Counter
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from equivalence_cases import copied_case, random_case
 from equivalence_models import described, small_task
 from made_graphs import profile_by_keys, small_cluster
 
+from harness.domain.strategy import OperatorPlan
+from harness.plan import builders
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.geometry.layout import Layout
@@ -90,3 +93,28 @@ def test_what_travels_is_what_was_simulated(make_case, dtype):
         n_equal += 1
     assert n_equal > 8
     assert n_mixed <= 2
+
+
+@pytest.mark.parametrize("gelu", [{"sample": 2, "replica": 3}, {"sample": 2, "feature": 3}])
+def test_partial_sums_of_what_no_sample_affects_are_of_those_who_serve_the_same_samples(gelu):
+    captured, meta = captured_of("positions", 6)
+    alone = builders.ddp(captured.graph, small_cluster(6), 6)
+    cuts = {"query": {"sample": 2, "contraction": 3}, "gelu": gelu}
+    plans = {name: OperatorPlan(partition, [*range(6)]) for name, partition in cuts.items()}
+    strategy = msgspec.structs.replace(alone, operators=alone.operators | plans)
+    precision = Precision("fp32", torch.device("cpu"))
+    found = executed(Layout(captured, meta, strategy, 6), precision)
+    assert found == simulated(captured.graph, strategy, 6, "fp32")
+    summed = [((0, 1, 2), True, False), ((3, 4, 5), True, False)]
+    assert found[1] >= set(summed if "replica" in gelu else [])
+    assert {a // 3 == b // 3 for a, b, _ in found[0]} <= {True}
+
+
+def test_a_device_takes_what_no_sample_affects_for_the_samples_of_each_reader():
+    captured, meta = captured_of("positions", 6)
+    alone = builders.ddp(captured.graph, small_cluster(2), 6)
+    plans = {"softmax": OperatorPlan({"sample": 2}, [1, 0]), "add": OperatorPlan({}, [1])}
+    strategy = msgspec.structs.replace(alone, operators=alone.operators | plans)
+    precision = Precision("fp32", torch.device("cpu"))
+    found = executed(Layout(captured, meta, strategy, 6), precision)
+    assert found == simulated(captured.graph, strategy, 2, "fp32")
