@@ -95,26 +95,25 @@ def test_what_travels_is_what_was_simulated(make_case, dtype):
     assert n_mixed <= 2
 
 
-@pytest.mark.parametrize("gelu", [{"sample": 2, "replica": 3}, {"sample": 2, "feature": 3}])
-def test_partial_sums_of_what_no_sample_affects_are_of_those_who_serve_the_same_samples(gelu):
+@pytest.mark.parametrize(
+    ("plans", "sums"),
+    [
+        (
+            {
+                "query": OperatorPlan({"sample": 2, "contraction": 3}, [*range(6)]),
+                "gelu": OperatorPlan({"sample": 6}, [*range(6)]),
+            },
+            {((0, 1, 2), True, True), ((3, 4, 5), True, True)},
+        ),
+        # Readers of both halves of the samples are on each device.
+        ({"add": OperatorPlan({"sample": 4}, [0, 1, 1, 0])}, set()),
+    ],
+)
+def test_what_no_sample_affects_travels_to_the_readers_of_the_samples_that_it_serves(plans, sums):
     captured, meta = captured_of("positions", 6)
-    alone = builders.ddp(captured.graph, small_cluster(6), 6)
-    cuts = {"query": {"sample": 2, "contraction": 3}, "gelu": gelu}
-    plans = {name: OperatorPlan(partition, [*range(6)]) for name, partition in cuts.items()}
+    n_ranks = 6 if sums else 2
+    alone = builders.ddp(captured.graph, small_cluster(n_ranks), 6)
     strategy = msgspec.structs.replace(alone, operators=alone.operators | plans)
-    precision = Precision("fp32", torch.device("cpu"))
-    found = executed(Layout(captured, meta, strategy, 6), precision)
-    assert found == simulated(captured.graph, strategy, 6, "fp32")
-    summed = [((0, 1, 2), True, False), ((3, 4, 5), True, False)]
-    assert found[1] >= set(summed if "replica" in gelu else [])
-    assert {a // 3 == b // 3 for a, b, _ in found[0]} <= {True}
-
-
-def test_a_device_takes_what_no_sample_affects_for_the_samples_of_each_reader():
-    captured, meta = captured_of("positions", 6)
-    alone = builders.ddp(captured.graph, small_cluster(2), 6)
-    plans = {"softmax": OperatorPlan({"sample": 2}, [1, 0]), "add": OperatorPlan({}, [1])}
-    strategy = msgspec.structs.replace(alone, operators=alone.operators | plans)
-    precision = Precision("fp32", torch.device("cpu"))
-    found = executed(Layout(captured, meta, strategy, 6), precision)
-    assert found == simulated(captured.graph, strategy, 2, "fp32")
+    found = executed(Layout(captured, meta, strategy, 6), Precision("fp32", torch.device("cpu")))
+    assert found == simulated(captured.graph, strategy, n_ranks, "fp32")
+    assert found[1] == sums
