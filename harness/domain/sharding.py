@@ -170,8 +170,7 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
     if operator.attrs.get("writes_buffers"):
         return []
     allowed = set(_kind(operator).cuts) - _fixed_dims(operator)
-    allowed |= set() if operator.reads_samples else {SAMPLE}
-    return [dim for dim in shape if dim in allowed]
+    return [d for d in shape if d in allowed or (d == SAMPLE and not operator.reads_samples)]
 
 
 def may_have_copies(operator: Operator) -> bool:
