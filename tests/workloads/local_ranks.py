@@ -199,7 +199,7 @@ def slow_pairs(config: Any, context: Context) -> Any:
 
     transport = Slow.of(context.world, context.recorder.clock)
     limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=0.2)
-    found, left_out = measure_pairs([1 << 10, 1 << 12, 1 << 14], transport, context, limits)
+    found, left_out = measure_pairs([1021, 1 << 10, 1 << 12, 1 << 14], transport, context, limits)
     return {pair: times.transfers for pair, times in found.items()}, left_out
 
 

@@ -8,7 +8,7 @@ and index, so sums are exact in float32 and misplaced blocks are detected.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -255,10 +255,15 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+def whole_sizes(sizes: Iterable[int], n_ranks: int = 1) -> list[int]:
+    """Round sizes in bytes up to whole elements on every rank; each is left once, in order."""
+    quantum = ELEMENT_BYTES * n_ranks
+    return sorted({max(1, -(-n_bytes // quantum)) * quantum for n_bytes in sizes})
+
+
 def make_trial(operation: str, n_bytes: int, transport: Transport) -> CollectiveTrial:
     """Make an operation with its buffers; S is rounded up to whole elements on every rank."""
-    quantum = ELEMENT_BYTES * transport.size
-    n = max(1, -(-n_bytes // quantum)) * transport.size
+    n = whole_sizes([n_bytes], transport.size)[0] // ELEMENT_BYTES
     row, carry_out = OPERATIONS[operation], getattr(transport, operation)
     source, expected = row.takes(transport, n), row.gives(transport, n)
     out = torch.empty_like(expected)
@@ -347,10 +352,11 @@ def measure_collectives(
     points: list[CollectivePoint] = []
     left_out: list[str] = []
     label = f"collectives over {transport.name}"
+    operations, sizes = list(dict.fromkeys(operations)), whole_sizes(sizes, transport.size)
     total = len(operations) * len(sizes)
     for at, operation in enumerate(operations):
         last: CollectivePoint | None = None
-        for i, n_bytes in enumerate(sorted(sizes)):
+        for i, n_bytes in enumerate(sizes):
             note = f"{operation} {format_bytes(n_bytes)}"
             context.progress.update(label, at * len(sizes) + i, total, note)
             predicted_s = last.duration_s * n_bytes / last.n_bytes if last else 0.0

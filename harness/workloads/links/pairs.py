@@ -27,7 +27,7 @@ from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_values, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
-from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern
+from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern, whole_sizes
 from harness.workloads.planning.files import finished_runs
 
 Pair = tuple[int, int]
@@ -188,7 +188,7 @@ def measure_pairs(
     Raises:
         VerificationError: a message arrived wrong; raised on every rank.
     """
-    pairs = list(permutations(range(transport.size), 2))
+    pairs, sizes = list(permutations(range(transport.size), 2)), whole_sizes(sizes)
     measured: dict[Pair, PairTimes] = {}
 
     def measure(pair: Pair) -> None:
@@ -212,7 +212,7 @@ def _left_out(
 ) -> list[str]:
     """Return a line for each size that was left out on some pairs."""
     lines = []
-    for n_bytes in sorted(sizes):
+    for n_bytes in sizes:
         slow = [pair for pair, times in found.items() if n_bytes > max(times.transfers, default=0)]
         if slow:
             source, target = slow[0]

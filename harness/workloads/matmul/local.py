@@ -189,7 +189,7 @@ def measure_products(
     device = context.world.device
     best: dict[str, float] = {}
     skipped: list[Unmeasured] = []
-    rows = [(dtype, size) for dtype in dtypes for size in sorted(sizes)]
+    rows = [(dtype, size) for dtype in dtypes for size in sorted(set(sizes))]
     for done, (dtype, size) in enumerate(rows):
         context.progress.update("matmul on each device", done, len(rows), f"{dtype} {size}")
         reason = unsupported_reason(dtype, device) or oversize_reason(size, dtype, context.world)

@@ -38,7 +38,8 @@ from harness.workloads.links.workload import (
 
 MB = 1e6
 SMALL = LinksConfig(
-    sizes=("1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_samples=3
+    # The first two sizes are one in whole elements of three ranks.
+    sizes=("1021", "1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_samples=3
 )
 
 
@@ -151,7 +152,8 @@ def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(tmp_path):
 
 
 def test_every_pair_and_collective_is_measured_checked_and_written():
-    results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 3)
+    again = replace(SMALL, operations=(*SMALL.operations, "all_reduce"))
+    results, run = run_on_ranks(local_ranks.links_with_cluster, again, 3)
     matrices = link_matrices(run)
     assert [matrix.transport for matrix in matrices] == ["gloo"]
     for source in range(3):
@@ -172,7 +174,8 @@ def test_every_pair_and_collective_is_measured_checked_and_written():
     for link in cluster.links:
         pair = names.index(link.source), names.index(link.target)
         assert link.latency_s == matrices[0].latency_s[pair]
-    assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
+    measured = [(point.operation, point.n_bytes) for point in cluster.collectives]
+    assert sorted(measured) == [(row.operation, row.n_bytes) for row in rows]
     text = links_text([run])
     assert "half round trip, shortest (median)" in text
     assert "bandwidth at 256 KiB (CV)" in text

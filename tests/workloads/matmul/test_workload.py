@@ -17,7 +17,7 @@ from made_runs import local_header
 from harness.domain.record import Sample
 from harness.errors import ConfigError, VerificationError
 from harness.measure.derive.devices import matmul_table, summa_table
-from harness.measure.derive.spans import spans_of
+from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.store import Run
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
@@ -27,7 +27,7 @@ from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul
 
 CPU = torch.device("cpu")
 SMALL = MatmulConfig(
-    sizes=(32, 48), dtype=("fp32",), time_budget_s=0.01, min_samples=3, distributed_samples=2,
+    sizes=(32, 48, 48), dtype=("fp32",), time_budget_s=0.01, min_samples=3, distributed_samples=2,
     strong_size=96, weak_size=64,
 )  # fmt: skip
 
@@ -132,6 +132,9 @@ def test_products_are_right_on_any_number_of_ranks(n_ranks, measured):
         (r, n) for r in range(n_ranks) for n in (32, 48)
     }
     assert all(row.error is not None and row.error < 1e-5 for row in table)
+    for records in run.ranks.values():  # a size that is given twice is measured once
+        steps = [(s.labels["n"], s.step) for s in samples_of(records, "matmul_s")]
+        assert len(set(steps)) == len(steps)
     assert [(row.scaling, row.n_ranks) for row in summa_table(run)] == wanted
     rates = [row.flops_per_s for row in summa_table(run)]  # whose efficiency is the only one
     assert [row["flops_per_s"] for row in rows] == pytest.approx(rates)
