@@ -194,9 +194,7 @@ class Launcher:
     def _record_run(self, plan: PlannedRun, name: str, title: str) -> None:
         """Run once, write the header before and after, and copy all records to rank 0.
 
-        Args:
-            name: identifies the run to all ranks; unique in this launch.
-        """
+        `name` identifies the run to all ranks, and is unique in this launch."""
         _log.info("%s", title)
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
@@ -225,6 +223,8 @@ class Launcher:
                 _log.error(
                     "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
                 )
+            elif self._world.is_first:
+                warn_of_other_launch(self._results, closed.ranks)
             self._meeting.channel.close_run()
         _log.info("%s: %s", title, closed.ending)
         self._headers.append(closed)

@@ -11,10 +11,10 @@ from made_runs import header_of, workload_of, world_of
 
 from harness.cases import Case, PlannedRun, has_failed, remaining_repeats
 from harness.launch import Launcher
-from harness.measure.heartbeat import HEADER_FILE
-from harness.measure.store import write_header
+from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
+from harness.measure.store import read_header, write_header
 from harness.resume import find_earlier
-from harness.run import RunSpec, run_case
+from harness.run import Outcome, RunSpec, run_case
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.contract import Continuing
@@ -105,6 +105,9 @@ def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path, rank):
     (tmp_path / "taken").touch()
     problem = launcher(rank, tmp_path / "taken").problem([])
     assert f"cannot be written on node{rank} (Not a directory)" in problem
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    problem = launcher(rank, tmp_path / "link").problem([])
+    assert f"on node{rank} ({tmp_path / 'link'} is a link to nothing): give" in problem
     assert launcher(rank, tmp_path / "free").problem([]) == ""
 
 
@@ -129,6 +132,25 @@ def test_a_host_with_a_disk_of_its_own_keeps_the_header_of_a_run_that_is_saved(
     if has_header:
         (tmp_path / HEADER_FILE).touch()
     assert launcher(1, tmp_path)._keeps_copy(plan, tmp_path) == wanted
+
+
+def test_a_launch_is_warned_of_one_that_began_beside_its_run(tmp_path, monkeypatch, caplog):
+    one = launcher(0, tmp_path)
+    other = tmp_path / "other"
+
+    def run_beside_another(*_: object) -> list[Outcome]:
+        write_header(other, header_of(run_id="other", status="running"))
+        (other / HEARTBEAT_FILE).touch()
+        return [Outcome(status="ok")]
+
+    monkeypatch.setattr(one, "_new_header", lambda plan: header_of(run_id="own", status="running"))
+    monkeypatch.setattr(one, "_watch_run", run_beside_another)
+    monkeypatch.setattr(one, "_result", lambda *_: ("ok", "", None))
+    case = Case(name="case", workload=WORKLOAD, config=Empty())
+    one._record_run(PlannedRun(case=case, key="", repeat=0, ranks=(0,)), "run1", "own")
+    assert read_header(tmp_path / "own").status == "ok"
+    assert caplog.text.count("another launch measures on") == 1
+    assert "now (other)" in caplog.text
 
 
 def out_of_memory(config, context):
