@@ -44,6 +44,6 @@ def test_a_rank_that_ends_early_has_a_row_where_rank_0_is(tmp_path, rank, torch,
     assert done.returncode == code, done.stderr
     ((run_dir, header),) = find_runs(tmp_path / "0" / "results")[0]
     label = f"rank {rank} ({os.uname().nodename})"
-    assert (header.status, header.reason) == ("crash", f"{label}: {reason}; nothing was recorded")
+    assert (header.status, header.reason) == ("crash", f"{label}: {reason}; no run was open")
     assert run_dir.name.endswith("-train-start")
     assert not (tmp_path / "1" / "results").exists()

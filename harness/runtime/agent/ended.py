@@ -72,7 +72,8 @@ class OpenRun:
             if header.get("status") == "running":
                 header["status"] = status
                 first, *rest = reason.split("\n")
-                header["reason"] = "\n".join([f"{first}; {recorded(self.run_dir)}", *rest])
+                known = "no run was open" if header.get("ranks") == [] else recorded(self.run_dir)
+                header["reason"] = "\n".join([f"{first}; {known}", *rest])
                 header["duration_s"] = round(duration_s, 3)
                 _replace(self.run_dir, json.dumps(header, indent=1, ensure_ascii=False) + "\n")
         self._heartbeat.stop()

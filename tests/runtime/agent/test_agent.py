@@ -62,7 +62,7 @@ def test_a_first_process_that_dies_before_the_ranks_meet_has_a_row(tmp_path):
     ((run_dir, header),) = find_runs(tmp_path)[0]
     reason = f"rank 0 ({os.uname().nodename}): its first process was killed by SIGKILL"
     assert err == f"error: {run_dir.name}: crash: {reason}\n"
-    assert (header.status, header.reason) == ("crash", f"{reason}; nothing was recorded")
+    assert (header.status, header.reason) == ("crash", f"{reason}; no run was open")
     assert (header.workload, header.config["strategy"]) == ("train", "ddp single")
     assert [path.name for path in run_dir.iterdir()] == ["run.json"]
 
