@@ -14,7 +14,7 @@ root=$(cd -- "$(dirname -- "$script")" && pwd)
 
 # Exports each allowed NAME=VALUE of a file unless the variable is already set.
 read_settings() {
-    local file=$1 line name number=0 short
+    local file=$1 line name number=0 short LC_ALL=C # in Turkish, I is not of A-Z
     [[ -e $file ]] || return 0
     if [[ -d $file || ! -r $file ]] || (($(head -c 65537 -- "$file" | wc -c) > 65536)); then
         echo "error: $file is no file of at most 64 KiB that can be read: write lines of NAME=VALUE" >&2

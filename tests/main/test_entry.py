@@ -1,5 +1,6 @@
 """The environment that entry.sh makes: settings of the hosts, threads, interfaces and GPUs."""
 
+import shutil
 import signal
 import sys
 
@@ -103,6 +104,19 @@ def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
 def test_settings_that_reach_ranks_are_taken_without_their_blanks(tmp_path, line):
     (tmp_path / "cluster.env").write_text(f"{line}\n")
     assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("localedef") is None, reason="makes a locale")
+def test_settings_are_the_same_in_every_language(tmp_path):
+    """In Turkish, I is not of A to Z."""
+    made = tmp_path / "tr_TR.UTF-8"
+    completed("localedef", "--no-archive", "-i", "tr_TR", "-f", "UTF-8", str(made))
+    if not made.exists():
+        pytest.skip("this system has no sources of locales")
+    (tmp_path / "cluster.env").write_text("NCCL_IB_DISABLE=1\n")
+    language = {"LOCPATH": str(tmp_path), "LC_ALL": made.name}
+    done = entry("--help", HARNESS_HOSTS=str(tmp_path), **language)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
