@@ -23,6 +23,7 @@ TEXT
 }
 
 parse_flags() {
+    local LC_ALL=C # in Turkish, i is not of a-z
     while (($#)); do
         case $1 in
             --shell) shell=${2:-} && shift ;;

@@ -36,6 +36,7 @@ TEXT
 }
 
 parse_flags() {
+    local LC_ALL=C # in Turkish, i is not of a-z
     while (($#)); do
         case $1 in
             --apply) apply=yes ;;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,17 @@ def completed(
         list(map(str, words)), env={**os.environ, **environ}, cwd=cwd,
         capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
+
+
+def turkish(directory: Path) -> dict[str, str]:
+    """Variables of a Turkish session, in which I and i are not of A to Z and a to z; skips the test
+    if its locale cannot be made in the directory."""
+    made = directory / "tr_TR.UTF-8"
+    if shutil.which("localedef") is not None:
+        completed("localedef", "--no-archive", "-i", "tr_TR", "-f", "UTF-8", made)
+    if not made.exists():
+        pytest.skip("this system has no sources of locales")
+    return {"LOCPATH": str(directory), "LC_ALL": made.name}
 
 
 def on_virtual_cluster(

@@ -6,12 +6,12 @@ import signal
 import subprocess
 
 import pytest
-from launching import ROOT, completed, write_program
+from launching import ROOT, completed, turkish, write_program
 from waiting import wait_until
 
 
-def _run(script, *words):
-    return completed("bash", ROOT / "setup" / script, *words)
+def _run(script, *words, **environ):
+    return completed("bash", ROOT / "setup" / script, *words, **environ)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,16 @@ def test_wrong_use_ends_with_2_and_says_what_is_wrong(script, words, message):
     done = _run(script, *words)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("change_shell.sh", ()), ("sync_env.sh", ("--torch", "2.9.1", "--python", "/bin/python3"))],
+)
+def test_paths_are_paths_in_every_language(script, flags, tmp_path):
+    done = _run(script, tmp_path / "none.txt", *flags, **turkish(tmp_path))
+    assert done.returncode == 2
+    assert "none.txt: No such file" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["change_shell.sh", "sync_env.sh"])
