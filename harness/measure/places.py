@@ -14,7 +14,9 @@ from harness.errors import ResultsError
 
 def _try_place(directory: Path) -> None:
     """Try to write a temporary file in a directory, or where it would be created."""
-    found = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    found = next(
+        path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)
+    )
     if not found.is_dir():
         reason = os.strerror(errno.ENOTDIR) if found.exists() else f"{found} is a link to nothing"
         raise NotADirectoryError(errno.ENOTDIR, reason)

@@ -27,7 +27,13 @@ from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_values, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
-from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern, whole_sizes
+from harness.workloads.links.operations import (
+    ELEMENT_BYTES,
+    Limits,
+    Transport,
+    pattern,
+    whole_sizes,
+)
 from harness.workloads.planning.files import finished_runs
 
 Pair = tuple[int, int]

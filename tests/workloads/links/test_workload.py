@@ -39,7 +39,10 @@ from harness.workloads.links.workload import (
 MB = 1e6
 SMALL = LinksConfig(
     # The first two sizes are one in whole elements of three ranks.
-    sizes=("1021", "1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_samples=3
+    sizes=("1021", "1KiB", "64KiB"),
+    pair_sizes=("16KiB", "256KiB"),
+    time_budget_s=0.001,
+    min_samples=3,
 )
 
 
