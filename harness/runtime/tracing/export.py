@@ -239,14 +239,20 @@ def with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _mark_writes(module: fx.GraphModule) -> None:
-    """Mark the nodes that write buffers."""
+    """Mark the nodes that write buffers. Each gets the buffer itself, because what a write returns
+    may be copied for its readers."""
     modules = dict(module.named_modules())
     written: set[str] = set()
     for node in module.graph.nodes:
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source.op == "get_attr":
-            node.meta[WRITES] = works_in_place(node, modules)
-            written |= {str(source.target)} if node.meta[WRITES] else set()
+            if not works_in_place(node, modules):
+                continue
+            node.meta[WRITES] = True
+            written.add(str(source.target))
+            for later in list(node.users):
+                if later.args[:1] == (node,) and works_in_place(later, modules):
+                    later.replace_input_with(node, source)
     module.meta[WRITTEN] = frozenset(written)
 
 

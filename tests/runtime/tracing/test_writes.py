@@ -282,6 +282,27 @@ class Running(nn.Module):
         return x - self.mean
 
 
+class CalledTwice(nn.Module):
+    """Exported, because torch.fx cannot follow a branch that reads a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if x.shape[0] == 0:
+            x = 2 * x
+        return self.last(self.norm(self.norm(self.first(x))))
+
+
+def test_every_write_of_an_exported_buffer_is_known():
+    graph = capture(task_on(CalledTwice()), 4, "twice").graph
+    names = [op.name for op in graph.operators if op.attrs.get("writes_buffers")]
+    assert len(names) == 2
+    with pytest.raises(StrategyError, match="forward writes the buffer 'norm.num_batches_tracked'"):
+        check_buffers(strategy_of(graph, {names[1]: 1}), graph)
+
+
 def strategy_of(graph, devices, **changes):
     plans = {
         op.name: OperatorPlan({}, [devices.get(op.name, 0)])
