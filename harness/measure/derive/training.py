@@ -130,14 +130,18 @@ def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | 
     return float(work / np.median([duration_s for _, duration_s in known]))
 
 
+def _samples_by_unit(run: Run) -> dict[int, float]:
+    """Samples of the job in each recorded step or epoch."""
+    n_ranks = len(run.header.ranks)
+    by_step = values_by_step(run, "n_samples").items()
+    # Summed by step, because a change of strategy gives the samples to other ranks.
+    return {step: sum(by_rank.values()) for step, by_rank in by_step if len(by_rank) == n_ranks}
+
+
 def _samples_per_unit(run: Run) -> float | None:
     """Samples of the job in a step or epoch: recorded, summed over ranks; else configured."""
-    n_ranks = len(run.header.ranks)
-    by_step = values_by_step(run, "n_samples").values()
-    # Summed by step, because a change of strategy gives the samples to other ranks.
-    whole = [sum(by_rank.values()) for by_rank in by_step if len(by_rank) == n_ranks]
-    if whole:
-        return float(np.median(whole))
+    if whole := _samples_by_unit(run).values():
+        return float(np.median([*whole]))
     return configured_number(run, "global_batch") or configured_number(run, "batch")
 
 
@@ -174,7 +178,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     used = tuple(rank for rank in numbers_of_ranks if rank in working or rank not in steps)
     numbers: dict[str, Any] = dict(_learned(run))
     if duration is not None:
-        numbers |= _rates(run, duration, n_samples, ranks)
+        numbers |= _rates(run, times, duration, n_samples, ranks)
         numbers |= _utilization(run, duration, used)
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
@@ -263,11 +267,18 @@ def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
 
 
 def _rates(
-    run: Run, duration: Summary, n_samples: float | None, ranks: Sequence[RankSummary]
+    run: Run,
+    times: Mapping[int, float],
+    duration: Summary,
+    n_samples: float | None,
+    ranks: Sequence[RankSummary],
 ) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if n_samples:
         rates["throughput"] = n_samples / duration.median
+    samples = {unit: n for unit, n in _samples_by_unit(run).items() if unit in times}
+    if len(set(samples.values())) > 1:  # the median step need not have the median batch
+        rates["throughput"] = float(np.median([n / times[unit] for unit, n in samples.items()]))
     for name in ("sent", "received"):
         moved = [getattr(rank, f"{name}_bytes") for rank in ranks]
         known = [value for value in moved if value is not None]

@@ -135,6 +135,15 @@ def test_samples_of_a_step_are_counted_by_step_because_strategies_give_them_to_o
     assert training_summary(make_run(ranks)).throughput == 12
 
 
+def test_steps_of_unlike_batches_have_a_rate_of_their_own_each():
+    steps = [(12, 3.0), (4, 1.0), (12, 3.0), (12, 4.0)]  # samples, seconds
+    records = [
+        *(span("step", 10 * at, 10 * at + s, step=at) for at, (_, s) in enumerate(steps)),
+        *(Sample(metric="n_samples", value=n, step=at) for at, (n, _) in enumerate(steps)),
+    ]
+    assert training_summary(make_run([records])).throughput == 4
+
+
 def test_training_summary_of_a_hand_sized_run():
     summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
     assert summary.duration.median == 10.5

@@ -299,7 +299,7 @@ def test_every_write_of_an_exported_buffer_is_known():
     graph = capture(task_on(CalledTwice()), 4, "twice").graph
     names = [op.name for op in graph.operators if op.attrs.get("writes_buffers")]
     assert len(names) == 2
-    with pytest.raises(StrategyError, match="forward writes the buffer 'norm.num_batches_tracked'"):
+    with pytest.raises(StrategyError, match=r"forward writes the buffer 'norm\.num"):
         check_buffers(strategy_of(graph, {names[1]: 1}), graph)
 
 
