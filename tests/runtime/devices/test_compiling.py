@@ -70,7 +70,7 @@ def test_a_gpu_that_triton_has_no_code_for_is_refused(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    with pytest.raises(ConfigError, match=r"capability 7\.0 for Triton, Tesla P4 has 6\.1: drop"):
+    with pytest.raises(ConfigError, match=r"capability 7\.0 for Triton, Tesla P4 has 6\.1: do not"):
         compiling.compiled_by_torch(torch.relu, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     compiling.compiled_by_torch(torch.relu, torch.device("cuda"))

@@ -152,6 +152,7 @@ class _Job:
 def _serve(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     # Preparing runs a backward, after which, where torch has a GPU, autograd works in no fork.
     if not device.startswith("cuda"):
         import equivalence_preload

@@ -18,10 +18,8 @@ from harness.runtime.ranks.world import World
 _N_STREAMS = 32
 # Elements of the sums that connect a group: 4 B, 64 KiB, 1 MiB and 16 MiB.
 _PROBED = (1, 1 << 14, 1 << 18, 1 << 22)
-# Hardware queues; streams that share one wait for each other. CUDA has 8 unless this says 32.
+# Hardware queues; streams that share one wait for each other. Else CUDA has 8 of them.
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-if not torch.cuda.is_initialized():  # for programs that ./entry.sh has not started
-    os.environ.setdefault(_QUEUES, "32")
 
 
 class Groups:

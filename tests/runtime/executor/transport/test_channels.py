@@ -29,6 +29,14 @@ class FakeWorld(msgspec.Struct):
     is_bounded: bool = False
 
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture(autouse=True)
+def queues(monkeypatch):
+    monkeypatch.setenv(QUEUES, "32")
+
+
 def channels_of(world, messages=(), **groups):
     return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0, **groups)
 
@@ -160,13 +168,12 @@ def test_calls_that_wait_for_the_gpu_are_refused_under_nccl(monkeypatch):
 @pytest.mark.parametrize("n_queues", ["1", None])
 def test_few_hardware_queues_are_refused_for_messages_under_nccl(monkeypatch, n_queues):
     Fabric(monkeypatch)
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name)
+    monkeypatch.delenv(QUEUES)
     if n_queues is not None:
-        monkeypatch.setenv(name, n_queues)
+        monkeypatch.setenv(QUEUES, n_queues)
     Groups(FakeWorld("nccl"), 7.0).for_sums((0, 1))
     Groups(FakeWorld(), 7.0).for_transfers(0, 1)
-    with pytest.raises(ConfigError, match=f"{name} is {n_queues or 8}, so streams"):
+    with pytest.raises(ConfigError, match=f"{QUEUES} is {n_queues or 8}, so streams"):
         Groups(FakeWorld("nccl"), 7.0).for_transfers(0, 1)
 
 
