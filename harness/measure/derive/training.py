@@ -138,10 +138,10 @@ def _samples_by_unit(run: Run) -> dict[int, float]:
     return {step: sum(by_rank.values()) for step, by_rank in by_step if len(by_rank) == n_ranks}
 
 
-def _samples_per_unit(run: Run) -> float | None:
-    """Samples of the job in a step or epoch: recorded, summed over ranks; else configured."""
-    if whole := _samples_by_unit(run).values():
-        return float(np.median([*whole]))
+def _samples_per_unit(run: Run, recorded: Mapping[int, float]) -> float | None:
+    """Samples of the job in a step or epoch: the recorded median, else configured."""
+    if recorded:
+        return float(np.median([*recorded.values()]))
     return configured_number(run, "global_batch") or configured_number(run, "batch")
 
 
@@ -172,13 +172,17 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
     ranks = mark_stragglers(ranks) if is_judged and not still else ranks
     working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
-    n_samples = _samples_per_unit(run)
+    samples = _samples_by_unit(run)
+    n_samples = _samples_per_unit(run, samples)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers_of_ranks = [info.rank for info in run.header.ranks] or list(range(n_ranks))
     used = tuple(rank for rank in numbers_of_ranks if rank in working or rank not in steps)
     numbers: dict[str, Any] = dict(_learned(run))
     if duration is not None:
-        numbers |= _rates(run, times, duration, n_samples, ranks)
+        numbers |= _rates(run, duration, n_samples, ranks)
+        known = {unit: n for unit, n in samples.items() if unit in times}
+        if len(set(known.values())) > 1:  # the median step need not have the median batch
+            numbers["throughput"] = float(np.median([n / times[k] for k, n in known.items()]))
         numbers |= _utilization(run, duration, used)
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
@@ -267,18 +271,11 @@ def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
 
 
 def _rates(
-    run: Run,
-    times: Mapping[int, float],
-    duration: Summary,
-    n_samples: float | None,
-    ranks: Sequence[RankSummary],
+    run: Run, duration: Summary, n_samples: float | None, ranks: Sequence[RankSummary]
 ) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if n_samples:
         rates["throughput"] = n_samples / duration.median
-    samples = {unit: n for unit, n in _samples_by_unit(run).items() if unit in times}
-    if len(set(samples.values())) > 1:  # the median step need not have the median batch
-        rates["throughput"] = float(np.median([n / times[unit] for unit, n in samples.items()]))
     for name in ("sent", "received"):
         moved = [getattr(rank, f"{name}_bytes") for rank in ranks]
         known = [value for value in moved if value is not None]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -61,6 +62,16 @@ class Piece:
 
     part: Part
     region: Block
+
+
+class WantedRegion(NamedTuple):
+    """What tells wants apart; see `Want`."""
+
+    value: str
+    device: int
+    block: Block
+    copies: tuple[int, ...]
+    served: Block
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ class Layout:
         self.parts = {name: self._parts_of(name) for name in strategy.operators}
         self._held: dict[fx.Node, Parts] = {}
         self.wants: list[Want] = []
-        self._numbers: dict[tuple[str, int, Block, tuple[int, ...], Block], int] = {}
+        self._numbers: dict[WantedRegion, int] = {}
         for operator in self.graph.operators:
             if has_tasks(operator):
                 self._add_wants(operator)
@@ -249,33 +260,26 @@ class Layout:
     def _add_wants(self, operator: Operator) -> None:
         for argument, node in enumerate(self.arguments(operator.name)):
             for part in self.parts[operator.name]:
-                key = self._key(node, part, argument)
-                if key not in self._numbers:
-                    self._numbers[key] = len(self.wants)
-                    self.wants.append(self._want(node, part, key[2], key[4], operator))
+                region = self._wanted_region(node, part, argument)
+                if region not in self._numbers:
+                    self._numbers[region] = len(self.wants)
+                    self.wants.append(self._want(node, part, region, operator))
 
-    def _key(
-        self, node: fx.Node, part: Part, argument: int
-    ) -> tuple[str, int, Block, tuple[int, ...], Block]:
-        """What the want of an argument of a task is known by."""
+    def _wanted_region(self, node: fx.Node, part: Part, argument: int) -> WantedRegion:
+        """What a task reads as an argument."""
         served: Block = ()
         if not self.operators[owner := self.owner[node]].reads_samples:
             cuts, reader = self.plan(owner).partition, self.plan(part.operator).partition
             served = serving(cuts, reader, part.index, self.samples)
-        return node.name, part.device, self.wanted(part, argument, node), part.copies, served
+        block = self.wanted(part, argument, node)
+        return WantedRegion(node.name, part.device, block, part.copies, served)
 
-    def _want(
-        self, node: fx.Node, part: Part, block: Block, served: Block, consumer: Operator
-    ) -> Want:
+    def _want(self, node: fx.Node, part: Part, region: WantedRegion, consumer: Operator) -> Want:
         owner = self.operators[self.owner[node]]
-        pieces, returns = self._pieces(node, part, block, served) if has_tasks(owner) else ((), ())
+        pieces, returns = self._pieces(node, part, region) if has_tasks(owner) else ((), ())
         return Want(
             number=len(self.wants),
-            value=node.name,
-            device=part.device,
-            block=block,
-            copies=part.copies,
-            served=served,
+            **region._asdict(),
             pieces=pieces,
             returns=returns,
             is_sum=len(pieces) > 1
@@ -285,7 +289,7 @@ class Layout:
         )
 
     def _pieces(
-        self, node: fx.Node, part: Part, block: Block, served: Block
+        self, node: fx.Node, part: Part, wanted: WantedRegion
     ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """The pieces that a reader takes, and those whose gradients it returns."""
         producers = self.parts[self.owner[node]]
@@ -294,13 +298,16 @@ class Layout:
             devices = np.array([producer.device for producer in producers])
             copies = [producer.copies for producer in producers if producer.copies]
             self._held[node] = Parts(bounds.reshape(len(producers), -1, 2), devices, copies)
-        region = np.array(block + served, dtype=np.int64).reshape(-1, 2)
+        region = np.array(wanted.block + wanted.served, dtype=np.int64).reshape(-1, 2)
         shared = find_pieces(self._held[node], region, part.device, part.copies)
         bounds = np.stack([shared.low, shared.high], axis=-1).tolist()
 
         def chosen(flags: Flags) -> tuple[Piece, ...]:
             return tuple(
-                Piece(producers[k], tuple((start, stop) for start, stop in bounds[k][: len(block)]))
+                Piece(
+                    producers[k],
+                    tuple((start, stop) for start, stop in bounds[k][: len(wanted.block)]),
+                )
                 for k in np.flatnonzero(flags).tolist()
             )
 
@@ -317,7 +324,9 @@ class Layout:
         """The nodes that a task reads, argument by argument, with the wants that serve them."""
         pairs: list[tuple[fx.Node, Want]] = []
         for argument, node in enumerate(self.arguments(part.operator)):
-            pairs.append((node, self.wants[self._numbers[self._key(node, part, argument)]]))
+            pairs.append(
+                (node, self.wants[self._numbers[self._wanted_region(node, part, argument)]])
+            )
         return pairs
 
     def sample_interval(self, part: Part) -> Interval:

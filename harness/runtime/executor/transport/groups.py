@@ -18,7 +18,7 @@ from harness.runtime.ranks.world import World
 _N_STREAMS = 32
 # Elements of the sums that connect a group: 4 B, 64 KiB, 1 MiB and 16 MiB.
 _PROBED = (1, 1 << 14, 1 << 18, 1 << 22)
-# Hardware queues; streams that share one wait for each other. Else CUDA has 8 of them.
+# The number of hardware queues, 8 if unset; streams that share a queue wait for each other.
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
