@@ -3,7 +3,7 @@
 with Trainer(make_model, strategy="strategy.json", optimizer=make_optimizer) as trainer:
     for batch in trainer.batches(data):
         loss = trainer.step(batch)
-    print(trainer.evaluate(held_out))
+    print(trainer.evaluate(held_out)["loss"])
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -29,7 +29,6 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.data import load_batches
 from harness.runtime.data.agreement import GivenData
 from harness.runtime.data.batch import Batch, BatchPlan
-from harness.runtime.data.own import PaddedData
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import (
@@ -42,6 +41,8 @@ from harness.runtime.engines.optimizers import (
 from harness.runtime.engines.replicas import check_alike
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.run.held_out import evaluate_held_out
+from harness.runtime.executor.shards.loss import Metric
 from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.groups import OptimizerGroups
 from harness.runtime.executor.state.plain import PlainState
@@ -269,34 +270,33 @@ class Trainer:
         self._recorder.discard()
         return loss
 
-    def evaluate(self, data: Any, *, n_workers: int = 0) -> float:
-        """The mean loss over held-out data under the strategy, in evaluation mode; waits for all
-        ranks. Training goes on as if it had not run.
+    def evaluate(
+        self, data: Any, *, metrics: Mapping[str, Metric] = MappingProxyType({}), n_workers: int = 0
+    ) -> dict[str, float]:
+        """The mean loss over held-out data under the strategy, as `loss`, and each metric, in
+        evaluation mode; waits for all ranks. Training goes on as if it had not run.
 
         Args:
             data: as for `batches`. All samples count; of a model that mixes samples those of whole
                 batches.
+            metrics: functions of the outputs that the loss reads and of the labels, of some
+                samples; each returns the sum over these samples. The sum over the data is divided
+                by the number of targets that count, as the loss is. Several outputs or labels are
+                dicts by name.
 
         Raises:
-            ModelError: the graph does not compute in evaluation mode what the model does.
+            ModelError: the graph does not compute in evaluation mode what the model does, or the
+                model returns nothing but its loss.
             DataError: samples do not fit the model, are too few, or differ in number between ranks.
-            ConfigError: the Trainer is closed.
+            ConfigError: the Trainer is closed, or a metric fails.
         """
         engine = self._engine
         raise_on_all_ranks(self._check_evaluation, self._world)
-        own, batch = self._data.opened("evaluate", data), self.strategy.batch
-        n_samples = len(own) - (len(own) % batch if self._is_mixing else 0)
-        padded = PaddedData(own, n_samples, batch)
-        plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(tuple(engine.samples),))
-        summed = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        with torch.random.fork_rng(devices=[]):  # a loader draws from it
-            found = load_batches(padded, plan, 0, n_workers=n_workers, device=self._world.device)
-            for at, one in zip(range(0, len(padded), batch), found, strict=False):
-                summed += engine.evaluate(one) * (batch if at < n_samples else -padded.n_filled)
-                self._recorder.discard()
-        counted = own.count_targets(range(self._world.rank, n_samples, self._world.size))
-        totals = [gather_numbers(float(x), self._world) for x in (summed, sum(counted))]
-        return sum(totals[0]) / max(1.0, sum(totals[1]))
+        own = self._data.opened("evaluate", data)
+        return evaluate_held_out(
+            engine, self._task, own, metrics, self._world,
+            is_mixing=self._is_mixing, n_workers=n_workers,
+        )  # fmt: skip
 
     def _check_evaluation(self) -> None:
         if not self._is_evaluated_alike:

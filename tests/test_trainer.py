@@ -17,6 +17,7 @@ from trainer_on_ranks import (
     BATCH,
     EMA_DECAY,
     MAX_NORM,
+    METRICS,
     N_EPOCHS,
     make_data,
     make_model,
@@ -63,8 +64,8 @@ def loss_of(model, samples):
 
 
 def train_plainly(until=N_EPOCHS):
-    """The losses, the state, the averaged state, the loss of all samples and the optimizer's state
-    of plain PyTorch."""
+    """The losses, the state, the averaged state, the evaluation of all samples and the optimizer's
+    state of plain PyTorch."""
     model, _ = make_model()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
@@ -85,7 +86,10 @@ def train_plainly(until=N_EPOCHS):
         if step % plan.n_steps_per_epoch == plan.n_steps_per_epoch - 1:
             scheduler.step()
     states = model.state_dict(), average.module.state_dict()
-    return losses, *states, loss_of(model, data).item(), optimizer.state_dict()
+    words, labels = (torch.stack([s[key] for s in data]) for key in ("words", "labels"))
+    logits, n_labels = model(words=words)["logits"], (labels != -100).sum().item()
+    found = {name: (f(logits, labels) / n_labels).item() for name, f in METRICS.items()}
+    return losses, *states, {"loss": loss_of(model, data).item(), **found}, optimizer.state_dict()
 
 
 def test_strategies_train_what_plain_pytorch_does(tmp_path):
@@ -131,6 +135,9 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert refusals["missing"].endswith("kept: True")
         assert "sample 7 of the data is another on rank 1 than on rank 0" in refusals["other data"]
         assert refusals["closed"].startswith("this Trainer is closed")
+        assert refusals["metric"].startswith("metric 'all' of outputs (")
+        assert refusals["metric"].endswith("return one number, the sum over its samples")
+        assert refusals["loss"].startswith("a metric is named 'loss', as the loss is")
         assert refusals["warns"] == str(rank == 0)
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]
@@ -262,7 +269,7 @@ def test_evaluation_is_that_of_the_model_or_refused(factor):
     if factor == 1:
         model.load_state_dict(state)
         wanted = nn.functional.cross_entropy(model.eval()(rows), classes)
-        assert found == pytest.approx(wanted.item(), rel=1e-5)
+        assert found == {"loss": pytest.approx(wanted.item(), rel=1e-5)}
 
 
 def leave_out(named):

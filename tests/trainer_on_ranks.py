@@ -70,6 +70,18 @@ def make_scheduler(optimizer: Optimizer) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
+def count_right(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (logits.argmax(-1) == labels).sum()
+
+
+def sum_normalisers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    assert labels.shape == logits.shape[:-1]
+    return logits.logsumexp(-1).sum()
+
+
+METRICS = {"accuracy": count_right, "normaliser": sum_normalisers}
+
+
 def train_alone(strategy: Strategy) -> tuple[list[float], dict[str, Any]]:
     """The losses and norms of gradients, and the state, of a training by the only rank."""
     trainer = Trainer(
@@ -156,7 +168,10 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["missing"] += f"; kept: {is_kept}"
     second.load(f"{directory}/saved")
     train(second, 2)
-    results = second.state_dict(), second.averaged_state_dict(), second.evaluate(data)
+    evaluation = second.evaluate(data, metrics=METRICS)
+    results = second.state_dict(), second.averaged_state_dict(), evaluation
+    refusals["metric"] = _refused(lambda: second.evaluate(data, metrics={"all": lambda x, _: x}))
+    refusals["loss"] = _refused(lambda: second.evaluate(data, metrics={"loss": count_right}))
     batch = next(second.batches(data))
     if rank == 1:
         blocked.unlink()
@@ -214,7 +229,7 @@ def train_averaged(rank: int, size: int, directory: str, strategy: Strategy) -> 
                 trainer.evaluate(data)
                 if epoch == 0:
                     trainer.save(f"{directory}/saved")
-            found.append((trainer.state_dict(), trainer.evaluate(data)))
+            found.append((trainer.state_dict(), trainer.evaluate(data)["loss"]))
     torch.save((found, _refused(lambda: _leave_early(strategy))), f"{directory}/result{rank}")
     dist.destroy_process_group()
 

@@ -124,6 +124,15 @@ class Recorder:
         """Record a finished span or sample."""
         self._records.append(record)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Drop what the enclosed work records."""
+        kept, (self._marks, self._records) = (self._marks, self._records), ([], [])
+        try:
+            yield
+        finally:
+            self._marks, self._records = kept
+
     def discard(self) -> None:
         """Drop all marks and records so far, after warm-up."""
         self.clock.settle()

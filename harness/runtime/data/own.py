@@ -342,7 +342,7 @@ class PaddedData(BatchedData):
         n_filled: how often sample 0 fills a batch.
     """
 
-    def __init__(self, data: OwnData, n_samples: int, batch: int) -> None:
+    def __init__(self, data: BatchedData, n_samples: int, batch: int) -> None:
         self._data, self._n_samples = data, n_samples
         self.n_filled = -n_samples % batch
         self._length = n_samples + self.n_filled + (batch if self.n_filled else 0)

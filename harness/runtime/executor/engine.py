@@ -51,6 +51,7 @@ from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
+from harness.runtime.executor.shards.loss import MetricSums
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
 from harness.runtime.executor.state.state import StateGatherer
@@ -78,6 +79,7 @@ class ExecutorEngine:
     Attributes:
         samples: positions in the global batch of the samples that this rank reads, in order.
         model: this rank's parameters.
+        metric_sums: of evaluations.
         replica: see `Engine`.
 
     Raises:
@@ -98,7 +100,7 @@ class ExecutorEngine:
         strategy = plan.strategy
         scale = LossScale(options.dtype, world)
         self._recorder, self._phases = recorder, Phases(recorder)
-        self._random = RandomState(plan.seed)
+        self._random, self.metric_sums = RandomState(plan.seed), MetricSums(task)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
         hooks = prepare_model(task, captured, plan, world)
         self.weights = Weights(captured.module, world.device)
@@ -187,7 +189,7 @@ class ExecutorEngine:
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None
         self.is_priming_due = is_needed(world, is_compiled=plan.is_compiled)
-        self._is_evaluation_new = is_needed(world, is_compiled=False)
+        self._is_evaluation_primed = is_needed(world, is_compiled=False)
 
     # Building
 
@@ -205,6 +207,7 @@ class ExecutorEngine:
             pass_over=partial(key_passer, self._channels, self._phases),
             random=self._random,
             gradients=self._gradients,
+            metrics=self.metric_sums,
         )
         program = make_program(tasks)
         moves = Moves(tasks.layout, program, lowered.messages[size], self._world.rank)
@@ -227,13 +230,14 @@ class ExecutorEngine:
         return runner.loss
 
     def evaluate(self, batch: Batch | None) -> Tensor:
-        """Run `compute_forward` in evaluation mode, by the weights that replicas agree on."""
+        """Run `compute_forward` in evaluation mode, by the weights that replicas agree on; adds to
+        `metric_sums`."""
         agreeing = self._averages and self._averages.agreeing(self.gathers.gather_updated)
-        with agreeing or nullcontext(), evaluating(self._runner.modules()):
-            if self._is_evaluation_new:
+        with self._recorder.paused(), agreeing or nullcontext(), evaluating(self._runner.modules()):
+            if self._is_evaluation_primed and not self.metric_sums.is_primed:
                 with muted(self._channels):
                     self.compute_forward(batch)
-                self._is_evaluation_new = False
+                self.metric_sums.end_priming()
             return self.compute_forward(batch)
 
     @property

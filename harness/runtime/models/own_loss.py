@@ -191,6 +191,15 @@ class LabelledTask(Task):
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.own_loss.sum(logits_of(outputs), targets)
 
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        own, labels = self.own_loss, self.own_loss.labels_of(targets)
+        read = separate(outputs, list(own.outputs.values()))
+        named = dict(zip([spec.name for spec in own.labels], labels, strict=True))
+        return (
+            dict(zip(own.outputs, read, strict=True)) if len(read) > 1 else outputs,
+            named if len(labels) > 1 else targets,
+        )
+
 
 class BatchLoss(Wrapper):
     """Returns a model's loss of the whole batch, once for each sample."""

@@ -239,6 +239,10 @@ class Task:
         """
         return LOSSES[self.loss](logits_of(outputs), targets)
 
+    def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """Outputs and labels as the model names them, if the loss reads several."""
+        return outputs, targets
+
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmOptions:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from harness.domain.graph import LOSS
 from harness.errors import DataError
+from harness.runtime.capture.capture import capture
 from harness.runtime.data import entry_for
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import Engine
+from harness.runtime.executor.run.held_out import evaluate_held_out
+from harness.runtime.faithfulness.comparison import evaluates_alike
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.shared_build import build_on_host
-from harness.runtime.models.task import logits_of
-from harness.runtime.ranks.gather import gather_numbers
+from harness.runtime.models.task import Task, logits_of
+from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.runtime.ranks.world import Context
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.files import data_options
 from harness.workloads.train.setup import make_task
 
+if TYPE_CHECKING:
+    from harness.runtime.executor.engine import ExecutorEngine
+
 
 class Evaluation:
-    """Measures one run; all ranks construct it, each with a copy of the model.
+    """Measures one run; all ranks construct it.
+
+    The executor evaluates under its strategy where this computes the same; else each rank has a
+    copy of the whole model.
 
     Raises:
         DataError: no sample is held out.
@@ -33,12 +45,18 @@ class Evaluation:
         entry = entry_for(case.data, case.model)
         state = torch.get_rng_state()  # which building a model advances
         task = build_on_host(lambda: make_task(case), self._world)
+        self._has_slices = case.engine == "executor" and broadcast_result(
+            lambda: has_equal_slices(case, task), bool, self._world
+        )
         torch.set_rng_state(state)
         self._is_averaging = case.ema is not None
         open_data: Any = entry.held_out
         assert open_data is not None, "other data were refused"
+        if self._has_slices:
+            task = dataclasses.replace(task, model=nn.Identity())
         self._task = task
         self._model = task.model.to(self._world.device).eval()
+        self._precision = Precision(case.dtype, self._world.device)
         self._data = open_data(data_options(case), task, case.batch)
         if not len(self._data):
             raise DataError(f"--data {case.data} holds out no sample: leave out --evaluate")
@@ -57,11 +75,18 @@ class Evaluation:
         """The mean loss of held-out samples and, where a sample has one class, the share of those
         whose class is found, by metric: by the trained parameters and, with --ema, by their
         averages. All ranks must call it."""
+        if self._has_slices:
+            return self._under_strategy(cast("ExecutorEngine", engine))
         found = self._measured(engine.model_state())
         if self._is_averaging:
             averaged = self._measured(engine.averaged_state())
             found |= {f"averaged_{metric}": value for metric, value in averaged.items()}
         return found
+
+    def _under_strategy(self, engine: ExecutorEngine) -> dict[str, float]:
+        metrics = {"accuracy": count_right} if self._task.has_classes else {}
+        found = evaluate_held_out(engine, self._task, self._data, metrics, self._world)
+        return {"validation_loss": found.pop(LOSS), **found}
 
     @torch.no_grad()
     def _measured(self, state: dict[str, Tensor]) -> dict[str, float]:
@@ -79,9 +104,30 @@ class Evaluation:
     def _sums(self, indices: list[int]) -> tuple[float, float, float]:
         """Of some samples: the sum of their losses, its targets, and the classes that are found."""
         batch: Batch = self._data.__getitems__(indices).to(self._world.device)
-        outputs = self._model(*batch.inputs)
-        loss = self._task.sum_loss(outputs, batch.targets)
+        with self._precision.autocast():
+            outputs = self._model(*batch.inputs)
+            loss = self._task.sum_loss(outputs, batch.targets)
         n_right = 0.0
         if self._task.has_classes:
-            n_right = float((logits_of(outputs).argmax(dim=-1) == batch.targets).sum())
+            n_right = float(count_right(logits_of(outputs), batch.targets))
         return float(loss), self._task.count_targets(batch.targets), n_right
+
+
+def count_right(logits: Tensor, classes: Tensor) -> Tensor:
+    """Number of samples whose class has the largest logit."""
+    return (logits.argmax(dim=-1) == classes).sum()
+
+
+def has_equal_slices(case: TrainCase, task: Task) -> bool:
+    """Whether the executor's slices compute in evaluation mode what the whole model does.
+
+    They do not if they have running statistics of their own, or if outputs of layers are cached. No
+    slices are of averages.
+    """
+    if case.is_asynchronous or case.cache != "off" or case.ema is not None:
+        return False
+    captured = capture(task, case.batch, case.model)
+    kinds = {operator.kind for operator in captured.graph.operators}
+    is_local = case.batch_norm == "local" and "batch_norm" in kinds
+    is_mixing = captured.graph.mixing_operator() is not None
+    return not (is_local or is_mixing) and evaluates_alike(task, captured)

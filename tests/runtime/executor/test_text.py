@@ -135,7 +135,7 @@ def test_a_cut_cross_entropy_is_the_whole_one(dtype):
         parts = []
         for index, (first, last) in enumerate(cuts):
             own = logits.detach()[..., first:last].clone().requires_grad_()
-            loss = CutCrossEntropy((first, last), index, 3, reduce)
+            loss = CutCrossEntropy((first, last), index, 3, reduce, None, 10)
             value = loss(own, targets, torch.tensor(1.0))
             value.backward()
             parts.append((float(value.detach()), own.grad))

@@ -1,22 +1,31 @@
 """The loop over steps, loss and accuracy on held-out samples, and losses that are refused."""
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from harness.errors import DataError, VerificationError
+from harness.measure.recorder import HostClock, Recorder
+from harness.plan.builders import single
+from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import MemoryData
 from harness.runtime.data.images import open_digits
+from harness.runtime.engines.engine import EngineOptions
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import IGNORED, ModelOptions
+from harness.runtime.ranks.world import World
 from harness.workloads.train import evaluation, workload
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.evaluation import Evaluation
+from harness.workloads.train.evaluation import Evaluation, has_equal_slices
 from harness.workloads.train.setup import make_task
 from harness.workloads.train.workload import TrainLoop
 
@@ -57,6 +66,48 @@ def test_loss_and_accuracy_are_those_of_the_held_out_digits(context):
         "averaged_accuracy": int((labels == 0).sum()) / 357,
     }
     assert [*Evaluation(CASE, context).measure(engine)] == ["validation_loss", "accuracy"]
+
+
+@pytest.fixture
+def alone():
+    """The context of a process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SimpleNamespace(world=World.of_program())
+    dist.destroy_process_group()
+
+
+def test_the_executor_evaluates_without_the_whole_model(alone):
+    case = replace(CASE, engine="executor")
+    task, recorder = make_task(case), Recorder(HostClock())
+    state = copy.deepcopy(task.model.state_dict())
+    options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options(), batch=4)
+    plan = ExecutorPlan(strategy=single(capture(task, 4, "").graph, 4))
+    engine = ExecutorEngine(task, alone.world, recorder, options, plan)
+    whole = Evaluation(CASE, alone).measure(SimpleNamespace(model_state=lambda: state))
+    engine.model_state = None
+    found = Evaluation(case, alone).measure(engine)
+    assert found == {
+        "validation_loss": pytest.approx(whole["validation_loss"]), "accuracy": whole["accuracy"]
+    }  # fmt: skip
+    assert recorder.collect() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "wanted"),
+    [
+        ({}, [nn.Dropout(0.3)], True),
+        ({}, [nn.BatchNorm1d(3)], False),
+        ({"batch_norm": "global"}, [nn.BatchNorm1d(3)], True),
+        ({"ema": 0.9}, [], False),
+        ({"cache": "auto"}, [], False),
+        ({"asynchronous": True, "strategy": "pipeline"}, [], False),
+    ],
+)
+def test_slices_that_do_not_compute_what_the_whole_model_does_are_not_evaluated(
+    changes, layers, wanted
+):
+    task = task_of("own", (nn.Sequential(nn.Linear(3, 3), *layers), torch.eye(3)), ModelOptions())
+    assert has_equal_slices(replace(CASE, **changes), task) == wanted
 
 
 class OwnLoss(nn.Module):

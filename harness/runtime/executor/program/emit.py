@@ -39,7 +39,7 @@ from harness.runtime.executor.shards.forms import (
 )
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_shard
-from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
+from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart, MetricSums
 from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
 from harness.runtime.executor.shards.regions import Crop, Region, assembled
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
@@ -89,6 +89,7 @@ class DeviceTasks:
         pass_over: makes the function by which devices pass on an attention's keys.
         random: source of exact dropout.
         gradients: computes gradients of weights outside of autograd where that pays.
+        metrics: of evaluations.
     """
 
     task: Task
@@ -100,6 +101,7 @@ class DeviceTasks:
     pass_over: Callable[[str, tuple[int, ...]], Pass]
     random: RandomState
     gradients: WeightGradients
+    metrics: MetricSums
 
     @property
     def layout(self) -> Layout:
@@ -205,10 +207,14 @@ class SegmentBuilder:
             at = list(self._layout.shapes[name]).index(SAMPLE)
             same = [p.index for p in blocks if p.block[at] == part.block[at]]
             reduce = self._device.reduce_over(name, collective_devices(self._layout, part))
-            loss = CutCrossEntropy(classes, same.index(part.index), len(same), reduce)
+            index, n_classes = same.index(part.index), self._layout.shapes[name][CONTRACTION]
+            metrics = self._device.metrics
+            loss = CutCrossEntropy(classes, index, len(same), reduce, metrics, n_classes)
         else:
             is_zero = form == "gathered" and classes is not None and classes[0] > 0
-            loss = LossPart(self._device.task, is_zero=is_zero)
+            is_first = not part.copies or part.device == part.copies[0]
+            metrics_of = self._device.metrics if is_first else None
+            loss = LossPart(self._device.task, metrics_of, is_zero=is_zero)
         arguments = outputs, targets, self._input(WeightKey())
         self.values[PartKey.of("loss", part)] = self._call(f"loss.{part.index}", loss, arguments)
 
