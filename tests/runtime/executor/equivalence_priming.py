@@ -69,8 +69,8 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
 
 
 def evaluated(case: Case, world: World) -> list[float]:
-    """This rank's part of the loss of a batch, by two evaluations, and how many of the forwards
-    that they take are without messages."""
+    """This rank's part of the loss of a batch and its samples, by two evaluations, and how many of
+    the forwards that they take are without messages."""
     engine = make_engine(case, world)
     batch, found = part_of(case.batch(engine._task, 0), engine.samples), []
     forward, n_muted = engine.compute_forward, []
@@ -80,5 +80,14 @@ def evaluated(case: Case, world: World) -> list[float]:
         return forward(part)
 
     engine.compute_forward = counted  # type: ignore[method-assign]
-    found += [float(engine.evaluate(batch)) for _ in range(2)]
+    for _ in range(2):
+        engine.metric_sums.start({"samples": _count_samples})
+        loss = float(engine.evaluate(batch))
+        found += [loss, *map(float, engine.metric_sums.take())]
+        engine.metric_sums.check()
     return [*found, sum(n_muted)]
+
+
+def _count_samples(outputs: Tensor, labels: Tensor) -> int:
+    assert len(outputs) == len(labels)
+    return len(labels)

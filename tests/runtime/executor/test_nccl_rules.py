@@ -118,8 +118,12 @@ def test_no_kernel_is_loaded_beside_receives(make, ranks):
     assert ranks.run(case.n_ranks, first_called_beside_receives, case) == [[]] * case.n_ranks
 
 
-def test_a_first_evaluation_runs_without_messages_before(ranks):
-    case = any_case(11, 26)
-    for first, second, n_muted in ranks.run(case.n_ranks, evaluated, case):
-        assert first == second
+@pytest.mark.parametrize(
+    "case", [any_case(11, 26), make_case("gpt2", "tensor parallel")], ids=["any", "cut loss"]
+)
+def test_a_first_evaluation_runs_without_messages_before(case, ranks):
+    found = ranks.run(case.n_ranks, evaluated, case)
+    for *evaluations, n_muted in found:
+        assert evaluations[:2] == evaluations[2:]
         assert n_muted == 1
+    assert sum(n_samples for _, n_samples, *_ in found) == case.strategy.batch
