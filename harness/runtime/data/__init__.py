@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from harness.errors import ConfigError, DataError
+from harness.inputs import shorten
 from harness.runtime.data.batch import Batch, BatchPlan, MemoryData
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_digits, open_folder
@@ -31,10 +32,12 @@ class DataOptions:
 
     Attributes:
         n_samples: number of synthetic samples; 0: a few global batches.
+        held_out_dir: has samples that are not trained by, laid out as in `data_dir`.
         vocabulary: file of the tokens that text is cut into.
     """
 
     data_dir: Path
+    held_out_dir: Path | None = None
     n_samples: int = 0
     seed: int = 0
     dlrm: DlrmOptions
@@ -61,10 +64,10 @@ class DataEntry:
     Attributes:
         open: opens a BatchedData for a task and a global batch; raises DataError.
         check: raises DataError if the data are missing; needs no task.
-        n_classes: reads the number of classes from the directory; 0: the model's.
+        classes: reads their names, in order, from the directory; empty: the model's.
         image_size, n_channels: of the stored images; 0: the model's.
         is_shuffled: whether each epoch has a new order.
-        held_out: opens samples that are not trained by; None if there are none.
+        held_out: opens samples that are not trained by; None: another directory may have them.
         feeds: kind of models that it feeds; None: any.
         head: what a model of text predicts from it.
         holds: the contents of its files, for --help.
@@ -72,7 +75,7 @@ class DataEntry:
 
     open: Open
     check: Callable[[DataOptions], object] = lambda _: None
-    n_classes: Callable[[Path], int] = lambda _: 0
+    classes: Callable[[Path], Sequence[str]] = lambda _: ()
     image_size: int = 0
     n_channels: int = 0
     is_shuffled: bool = True
@@ -82,11 +85,23 @@ class DataEntry:
     holds: str = ""
 
 
+def _numbered(n_classes: int) -> Callable[[Path], Sequence[str]]:
+    """Classes of which the files have no names."""
+    return lambda _: tuple(map(str, range(n_classes)))
+
+
 def _cifar(name: str, n_classes: int) -> DataEntry:
+    def open_it(
+        options: DataOptions, task: Task, _: int, *, is_held_out: bool = False
+    ) -> Dataset[Batch]:
+        size = task.inputs[0].shape[-1]
+        return open_cifar(name, options.data_dir, size, is_held_out=is_held_out)
+
     return DataEntry(
-        open=lambda options, task, _: open_cifar(name, options.data_dir, task.inputs[0].shape[-1]),
+        open=open_it,
+        held_out=partial(open_it, is_held_out=True),
         check=lambda options: open_cifar(name, options.data_dir, 32),
-        n_classes=lambda _: n_classes,
+        classes=_numbered(n_classes),
         image_size=32,
         n_channels=3,
     )
@@ -96,10 +111,16 @@ OpenText = Callable[[Path, Vocabulary, Task], MemoryData]
 
 
 def _text(
-    head: HeadName, open_text: OpenText, find: Callable[[Path], object], **more: Any
+    head: HeadName, open_text: OpenText, find: Callable[[Path], Path | list[Path]], **more: Any
 ) -> DataEntry:
     def check(options: DataOptions) -> None:
-        find(options.data_dir)
+        found, held_out = find(options.data_dir), options.held_out_dir
+        trained = found if isinstance(found, list) else [found]
+        if held_out is not None and held_out.resolve() in map(Path.resolve, trained):
+            raise DataError(
+                f"--held-out-dir {held_out} is among the files of --data-dir {options.data_dir}: "
+                "move it to another directory, because it would be trained by"
+            )
         options.read_vocabulary().tokenizer()
 
     def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
@@ -123,7 +144,7 @@ DATA: dict[str, DataEntry] = {
     "digits": DataEntry(
         open=lambda _, task, __: open_digits(task.inputs[0].shape),
         held_out=lambda _, task, __: open_digits(task.inputs[0].shape, is_held_out=True),
-        n_classes=lambda _: 10,
+        classes=_numbered(10),
         image_size=8,
         n_channels=1,
         holds="scikit-learn's 1797 images",
@@ -131,7 +152,7 @@ DATA: dict[str, DataEntry] = {
     "imagefolder": DataEntry(
         open=lambda options, task, _: open_folder(options.data_dir, task.inputs[0].shape[-1]),
         check=lambda options: class_names(options.data_dir),
-        n_classes=lambda data_dir: len(class_names(data_dir)),
+        classes=class_names,
         n_channels=3,
     ),
     "dlrm_hdf5": DataEntry(
@@ -140,7 +161,7 @@ DATA: dict[str, DataEntry] = {
         feeds="dlrm",
         holds="X_int, X_cat, y",
     ),
-    "sst2": _text("classes", formats.open_sst2, formats.sst2_file, n_classes=lambda _: 2),
+    "sst2": _text("classes", formats.open_sst2, formats.sst2_file, classes=_numbered(2)),
     "squad": _text("span", formats.open_squad, formats.squad_file),
     "text": _text("tokens", formats.open_text, formats.text_files, holds="*.txt"),
     "pairs": _text(
@@ -211,7 +232,7 @@ def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions
     """
     entry = entry_for(data, model)
     if not options.n_classes:
-        options = replace(options, n_classes=entry.n_classes(given.data_dir))
+        options = replace(options, n_classes=len(entry.classes(given.data_dir)))
     if entry.feeds == "text":
         text = options.text
         size = text.vocabulary_size or len(given.read_vocabulary())
@@ -230,11 +251,42 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
     entry = entry_of(name)
     data: Any = entry.open(options, task, global_batch)
     if entry.feeds == "images":
-        _check_classes(name, entry.n_classes(options.data_dir), task)
+        _check_classes(name, len(entry.classes(options.data_dir)), task)
     if len(data) < 1:
         where = "" if ":" in name else f" in {options.data_dir}"
         raise DataError(f"--data {name}{where} holds no sample")
     return data
+
+
+def open_held_out(name: str, options: DataOptions, task: Task, global_batch: int) -> Any:
+    """Open samples that are not trained by.
+
+    Raises:
+        DataError: they are missing, have another layout, or other classes than the data.
+    """
+    entry = entry_of(name)
+    data: Any = (entry.held_out or entry.open)(held_out_options(name, options), task, global_batch)
+    if not len(data):
+        where = options.held_out_dir or f"--data {name}"
+        raise DataError(f"{where} holds out no sample: leave out --evaluate")
+    return data
+
+
+def held_out_options(name: str, options: DataOptions) -> DataOptions:
+    """The options that held-out samples are opened with; raises DataError as `open_held_out`."""
+    entry, held_out_dir = entry_of(name), options.held_out_dir
+    if entry.held_out is not None or held_out_dir is None:
+        return options
+    if held_out_dir.resolve() == options.data_dir.resolve():
+        raise DataError(f"--held-out-dir is --data-dir {options.data_dir}: give data of its own")
+    trained, held_out = entry.classes(options.data_dir), entry.classes(held_out_dir)
+    if unlike := sorted({*trained} ^ {*held_out}):
+        raise DataError(
+            f"--held-out-dir {held_out_dir} has {len(held_out)} classes, --data-dir "
+            f"{options.data_dir} has {len(trained)}, and {shorten(unlike[0])} is in one of them: "
+            "give both the same, because they are numbered in order"
+        )
+    return replace(options, data_dir=held_out_dir, held_out_dir=None)
 
 
 def _check_classes(name: str, n_classes: int, task: Task) -> None:

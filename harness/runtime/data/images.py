@@ -55,8 +55,11 @@ def _to_tensor(transforms: Any) -> list[Any]:
     return [transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)]
 
 
-def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
-    """Open the training set of CIFAR-10 or CIFAR-100, resized unless `image_size` is 32.
+def open_cifar(
+    name: str, data_dir: Path, image_size: int, *, is_held_out: bool = False
+) -> ImageData:
+    """Open the training set of CIFAR-10 or CIFAR-100, or its test set, resized unless `image_size`
+    is 32.
 
     Raises:
         DataError: the files are missing or damaged.
@@ -66,7 +69,8 @@ def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
     steps = transforms.Compose([*resize, *_to_tensor(transforms)])
     kind = import_torchvision("datasets").__dict__[name.upper()]
     try:
-        return ImageData(kind(str(data_dir), train=True, transform=steps, download=False))
+        whole = kind(str(data_dir), train=not is_held_out, transform=steps, download=False)
+        return ImageData(whole)
     except RuntimeError as error:
         raise DataError(
             f"{name} is not (whole) in --data-dir {data_dir}: it should hold {CIFAR_LAYOUT[name]}, "

@@ -10,7 +10,7 @@ from harness.domain.shard_state import shards_parameters
 from harness.errors import ConfigError
 from harness.measure.derive.settings import CHANGING
 from harness.plan.layouts.degrees import parse_layout
-from harness.runtime.data import DATA, OF_TEXT
+from harness.runtime.data import DATA, OF_TEXT, entry_of
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.workloads.common.flags import (
     check_above_zero,
@@ -60,7 +60,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_samples": ("data", ("synthetic",)),
     "data_dir": ("data", (*(name for name in DATA if name != "synthetic"), _OWN_DATA)),
     "vocabulary": ("data", OF_TEXT),
-    "evaluate": ("data", (*(name for name, row in DATA.items() if row.held_out), _OWN_DATA)),
+    "held_out_dir": ("evaluate", (True,)),
 }
 
 _AT_LEAST = {
@@ -91,6 +91,21 @@ def _check_unused(config: TrainConfig) -> None:
             words = [flag(other) if one is True else f"{flag(other)} {one}" for one in values]
             is_given = "it is not given" if value is False else f"{flag(other)} is {value}"
             _check_unset(config, name, f"{' or '.join(words)}, {is_given}", f"use {words[0]}")
+
+
+def _check_held_out(config: TrainConfig) -> None:
+    """Refuse an evaluation without held-out samples, or with those of two places."""
+    is_own, is_elsewhere = ":" in config.data, config.held_out_dir is not None
+    has_held_out = is_own or entry_of(config.data).held_out is not None
+    others = [n for n, row in DATA.items() if not row.held_out and n != "synthetic"]
+    if is_elsewhere and config.data not in others:
+        why = f"--data {' or '.join(others)}, --data is {config.data}"
+        _check_unset(config, "held_out_dir", why, f"use --data {others[0]}")
+    if config.evaluate and not (has_held_out or is_elsewhere):
+        raise ConfigError(
+            f"--evaluate measures held-out samples, --data {config.data} has none: give "
+            "--held-out-dir, or use digits, cifar or your own data"
+        )
 
 
 def _kind_of(strategy: str) -> str:
@@ -127,6 +142,7 @@ def check_config(config: TrainConfig, n_ranks: int) -> None:
     check_dtypes(config.dtype)
     check_optimizer(config.optimizer)
     _check_unused(config)
+    _check_held_out(config)
     _check_changes(config)
     for name, other, what in (
         ("batch_size", "per_device_batch", "batch"), ("steps", "epochs", "number of steps"),

@@ -81,6 +81,9 @@ class DataFlags:
     data_dir: Path = Path("data")
     """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data. Your own
     factory gets it, and --seed, if it takes an argument of that name."""
+    held_out_dir: Path | None = None
+    """Held-out data for --evaluate, in the layout of --data-dir, such as a directory of other
+    images or the file dev.tsv of sst2."""
     vocabulary: Path | None = None
     f"""{", ".join(OF_TEXT)}: file of WordPiece tokens, one per line, such as BERT's vocab.txt."""
     n_samples: int | None = None
@@ -244,9 +247,9 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     n_workers: int = 0
     """Processes per rank that load data in advance; 0 loads in the training process."""
     evaluate: bool = False
-    """After each epoch, measure loss and accuracy on held-out data (digits, and your own data if
-    the factory returns a pair). Training stands still meanwhile; the time of an epoch does not
-    include the evaluation."""
+    """After each epoch, measure loss and accuracy on held-out data: those of digits and cifar, of
+    --held-out-dir, or of your own data if the factory returns a pair. Training stands still
+    meanwhile; the time of an epoch does not include the evaluation."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 

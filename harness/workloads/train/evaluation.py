@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from harness.domain.graph import LOSS
-from harness.errors import DataError
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import entry_for
+from harness.runtime.data import open_held_out
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import Engine
@@ -37,12 +36,11 @@ class Evaluation:
     copy of the whole model.
 
     Raises:
-        DataError: no sample is held out.
+        DataError: the held-out samples are missing or do not fit.
     """
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._world = context.world
-        entry = entry_for(case.data, case.model)
         state = torch.get_rng_state()  # which building a model advances
         task = build_on_host(lambda: make_task(case), self._world)
         self._has_slices = case.engine == "executor" and broadcast_result(
@@ -50,16 +48,12 @@ class Evaluation:
         )
         torch.set_rng_state(state)
         self._is_averaging = case.ema is not None
-        open_data: Any = entry.held_out
-        assert open_data is not None, "other data were refused"
         if self._has_slices:
             task = dataclasses.replace(task, model=nn.Identity())
         self._task = task
         self._model = task.model.to(self._world.device).eval()
         self._precision = Precision(case.dtype, self._world.device)
-        self._data = open_data(data_options(case), task, case.batch)
-        if not len(self._data):
-            raise DataError(f"--data {case.data} holds out no sample: leave out --evaluate")
+        self._data = open_held_out(case.data, data_options(case), task, case.batch)
         self._parts = self._own_parts(case.batch)
 
     def _own_parts(self, batch: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, check_names, check_numbers, validate
 from harness.errors import StrategyError, naming
 from harness.plan.formats.detect import load_strategy_file
-from harness.runtime.data import DataOptions, entry_of, fit_to_data
+from harness.runtime.data import DataOptions, entry_of, fit_to_data, held_out_options
 from harness.runtime.models.task import ModelOptions
 from harness.workloads.train.config import TrainCase, is_file, parse_change
 
@@ -18,6 +18,7 @@ def data_options(case: TrainCase) -> DataOptions:
     """Options that the run's data set is opened with."""
     return DataOptions(
         data_dir=case.data_dir,
+        held_out_dir=case.held_out_dir,
         n_samples=case.n_samples or 0,
         seed=case.seed,
         dlrm=case.dlrm_options(),
@@ -84,7 +85,10 @@ def check_fit(case: TrainCase, graph: Graph) -> None:
 def check_files(case: TrainCase) -> None:
     """Refuse a run whose files are missing or have the wrong format."""
     _load_all(case)
-    entry_of(case.data).check(data_options(case))
+    entry, options = entry_of(case.data), data_options(case)
+    entry.check(options)
+    if case.evaluate:
+        entry.check(held_out_options(case.data, options))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.errors import DataError
-from harness.runtime.data import DataOptions, load_batches, open_data
+from harness.runtime.data import DataOptions, load_batches, open_data, open_held_out
 from harness.runtime.data.batch import BatchPlan, split_by_weight
 from harness.runtime.data.images import class_names
 from harness.runtime.models.task import DlrmOptions, InputSpec, Task
@@ -171,6 +172,8 @@ def test_cifar10_is_read_from_its_files(tmp_path, monkeypatch):
     assert batch.inputs[0].shape == (4, 3, 32, 32)
     assert batch.targets.tolist() == [0, 9, 1, 8]
     assert float(batch.inputs[0][0, 0, 0, 0]) == pytest.approx((0 - 0.485) / 0.229)
+    held_out = open_held_out("cifar10", options(tmp_path), IMAGES, 4)
+    assert held_out.__getitems__([0, 1]).targets.tolist() == [5, 4]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,12 @@ def test_a_folder_of_images_is_read(tmp_path):
     assert batch.inputs[0].shape == (4, 3, 32, 32)
     assert batch.targets.tolist() == [0, 0, 0, 1]
     assert class_names(tmp_path) == ["cat", "dog"]
+    both = replace(options(tmp_path), held_out_dir=tmp_path.parent / f"{tmp_path.name}val")
+    shutil.copytree(tmp_path, both.held_out_dir)
+    assert len(open_held_out("imagefolder", both, IMAGES, 4)) == 6
+    shutil.rmtree(both.held_out_dir / "cat")  # so that dogs would get its number
+    with pytest.raises(DataError, match=r"has 1 classes, --data-dir .* has 2, and 'cat' is in one"):
+        open_held_out("imagefolder", both, IMAGES, 4)
     (tmp_path / "cat" / "1.png").write_bytes((tmp_path / "cat" / "1.png").read_bytes()[:40])
     with pytest.raises(DataError, match=r"cat/1\.png cannot be decoded .*save it again"):
         first_batch("imagefolder", tmp_path, IMAGES)

@@ -1,12 +1,20 @@
 """Data sets of text: tokens and targets that files give, and files that are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from harness.errors import DataError
-from harness.runtime.data import DataOptions, count_targets, fit_to_data, open_data
+from harness.runtime.data import (
+    DATA,
+    DataOptions,
+    count_targets,
+    fit_to_data,
+    open_data,
+    open_held_out,
+)
 from harness.runtime.models import build_task
 from harness.runtime.models.task import IGNORED, DlrmOptions, ModelOptions, TextOptions
 
@@ -93,6 +101,24 @@ def test_pairs_shift_the_target(tmp_path):
     assert source.tolist() == [[*numbers("the cat [SEP]"), 0, 0, 0]]
     assert target.tolist() == [[*numbers("[CLS] mat sat ."), 0, 0]]
     assert targets.tolist() == [[*numbers("mat sat . [SEP]"), IGNORED, IGNORED]]
+
+
+def test_held_out_text_is_that_of_another_file(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat\n")
+    (tmp_path / "val").mkdir()
+    held_out = tmp_path / "val" / "b.txt"
+    held_out.write_text("mat sat .\n")
+    given, task = options(tmp_path), task_of("gpt2", "text", tmp_path)
+    data = open_held_out("text", replace(given, held_out_dir=held_out), task, 2)
+    assert data[0].inputs[0][0, :3].tolist() == numbers("mat sat .")
+    DATA["text"].check(replace(given, held_out_dir=held_out.parent))
+    with pytest.raises(DataError, match=r"a.txt is among the files of --data-dir .*: move it to"):
+        DATA["text"].check(replace(given, held_out_dir=tmp_path / "a.txt"))
+    with pytest.raises(DataError, match=r"^--held-out-dir is --data-dir .*: give data of its own"):
+        open_held_out("text", replace(given, held_out_dir=tmp_path), task, 2)
+    held_out.write_text("")
+    with pytest.raises(DataError, match="val holds out no sample: leave out --evaluate"):
+        open_held_out("text", replace(given, held_out_dir=held_out.parent), task, 2)
 
 
 @pytest.mark.parametrize(

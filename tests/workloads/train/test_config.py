@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -138,7 +139,10 @@ def test_the_order_is_random_but_equal_on_every_rank():
         ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"drift": True, "trials": 1}, "--trials 1 is for --strategy searched"),
-        ({"evaluate": True}, "--evaluate is for --data digits or --data package.module:factory, "),
+        ({"evaluate": True}, "samples, --data synthetic has none: give --held-out-dir, or"),
+        ({"data": "digits", "evaluate": True, "held_out_dir": Path("val")},
+         "--held-out-dir val is for --data imagefolder or .*, --data is digits: drop the flag, or"),
+        ({"data": "sst2", "held_out_dir": Path("dev.tsv")}, "dev.tsv is for --evaluate, it is not"),
         ({"optimizer": "adamw", "momentum": 0.5}, "--momentum 0.5 is for --optimizer sgd"),
         ({"drift_threshold": 0.5}, "--drift-threshold 0.5 is for --drift, it is not given: drop"),
         ({"data_dir": "cifar"}, "--data-dir cifar is for --data cifar10 or "),

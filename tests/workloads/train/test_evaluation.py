@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from harness.errors import DataError, VerificationError
+from harness.errors import VerificationError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.builders import single
 from harness.runtime.capture.capture import capture
@@ -144,20 +144,14 @@ def test_a_loss_of_a_models_own_has_an_accuracy_where_one_output_has_classes(
     assert task.has_classes == has_classes
 
 
-class HeldOut(MemoryData):
-    """What `entry_for` finds of some held-out samples."""
-
-    def held_out(self, *_):
-        return self
-
-
 def test_samples_without_a_class_do_not_count_for_the_accuracy(context, monkeypatch):
     rows, labels = torch.eye(3)[[0, 1, 2, 1]], torch.tensor([0, IGNORED, 2, 2])
     net = nn.Linear(3, 3, bias=False)
     net.weight.data = torch.eye(3)  # says the place of the 1
     task = task_of("own", (net, rows), ModelOptions())
     monkeypatch.setattr(evaluation, "make_task", lambda _: task)
-    monkeypatch.setattr(evaluation, "entry_for", lambda *_: HeldOut([rows], labels))
+    held_out = MemoryData([rows], labels)
+    monkeypatch.setattr(evaluation, "open_held_out", lambda *_: held_out)
     engine = SimpleNamespace(model_state=task.model.state_dict)
     assert Evaluation(CASE, context).measure(engine)["accuracy"] == 2 / 3
 
@@ -180,7 +174,8 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_same_parts_on_any_ranks(monkey
     engine = SimpleNamespace(model_state=task.model.state_dict)
     monkeypatch.setattr(evaluation, "make_task", lambda _: task)
     monkeypatch.setattr(evaluation, "build_on_host", lambda make, _: make())
-    monkeypatch.setattr(evaluation, "entry_for", lambda *_: HeldOut([words, words], words))
+    held_out = MemoryData([words, words], words)
+    monkeypatch.setattr(evaluation, "open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluation, "gather_numbers", lambda own, _: summed.append(own) or [own])
     for rank in range(3):
         world = SimpleNamespace(rank=rank, size=3, device=torch.device("cpu"))
@@ -188,12 +183,6 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_same_parts_on_any_ranks(monkey
     parts = [words[at : at + CASE.batch] for at in range(0, 11, CASE.batch)]
     losses = [len(part) * net(part, part)["loss"].item() for part in parts]
     assert summed[::3] == pytest.approx(losses)
-
-
-def test_held_out_data_without_a_sample_are_refused(context, monkeypatch):
-    monkeypatch.setattr(evaluation, "entry_for", lambda *_: SimpleNamespace(held_out=lambda *_: []))
-    with pytest.raises(DataError, match="--data digits holds out no sample"):
-        Evaluation(CASE, context)
 
 
 @pytest.mark.parametrize(
