@@ -90,7 +90,8 @@ class StateKeeper:
         shard = training.executor.shard(self._context.run_dir.name)  # others were refused
         outdated = self._directory(SCHEDULED, after - N_KEPT * every) if every else None
         self._saves.start(shard, self._directory(SCHEDULED, after), outdated)
-        self._context.recorder.sample("save_s", time.perf_counter() - start_s)
+        saved_s = time.perf_counter() - start_s
+        self._context.recorder.sample("save_s", saved_s, step=step)  # also after an evaluation
 
     def close(self) -> None:
         """Wait until the last state is written; all ranks must call it after the last step."""

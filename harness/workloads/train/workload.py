@@ -143,11 +143,14 @@ class TrainLoop:
                 epoch_s = time.perf_counter() - self._epoch_start_s
                 recorder.sample("epoch_s", epoch_s, step=epoch - 1)
             self._evaluate(epoch)
-            self._epoch_start_s = time.perf_counter()
+            self._begin_epoch()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
         if self._changes is not None and index + 1 < self._n_steps:
-            self.training = self._changes.before_step(index + 1, self.training)
+            before = self.training
+            self.training = self._changes.before_step(index + 1, before)
+            if self.training is not before:
+                self._nic.advance()  # the bytes of the change are not those of a step
         return self._losses.note
 
     def _evaluate(self, n_epochs: int) -> None:

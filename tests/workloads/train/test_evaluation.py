@@ -207,6 +207,30 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time(first, wan
     assert [(metric, labels["step"]) for metric, labels in found if "step" in labels] == wanted
 
 
+def test_bytes_of_an_evaluation_or_a_change_are_not_those_of_a_step(monkeypatch):
+    n_sent, found = [0], []
+
+    def move(n_bytes, result):
+        n_sent[0] += n_bytes
+        return result
+
+    recorder = SimpleNamespace(sample=lambda metric, value, **_: found.append((metric, value)))
+    plan = SimpleNamespace(n_steps_per_epoch=2, sizes=lambda step: [4])
+    training = SimpleNamespace(plan=plan, engine=SimpleNamespace(n_synchronisations=0), n_steps=6)
+    context = SimpleNamespace(world=SimpleNamespace(rank=0, interface="lo"), recorder=recorder)
+    evaluation = SimpleNamespace(measure=lambda engine: move(500, {}))
+    changed = SimpleNamespace(**vars(training))
+    changes = SimpleNamespace(
+        before_step=lambda step, now: move(7000, changed) if step == 3 else now
+    )
+    monkeypatch.setattr(workload.NicCounter, "_read", lambda _: (n_sent[0], 0))
+    loop = TrainLoop(training, context, 1, changes, evaluation)
+    for index in range(6):
+        move(10, None)
+        loop._between(index)
+    assert [value for metric, value in found if metric == "nic_sent_bytes"] == 6 * [10]
+
+
 def test_ranks_wait_for_each_other_between_warm_up_and_the_first_recorded_step(monkeypatch):
     done = []
     engine = SimpleNamespace(

@@ -76,10 +76,11 @@ def test_the_warm_up_is_not_trained_twice(tmp_path, n_more, saved):
 
 def test_all_ranks_meet_before_a_save_replaces_another(tmp_path, monkeypatch):
     """A rank that idles would delete the states that the others have not written yet."""
-    met = []
+    met, recorded = [], []
     monkeypatch.setattr(keeper, "barrier", lambda: met.append("all ranks"))
-    world, recorder = SimpleNamespace(size=2), SimpleNamespace(sample=lambda *_: None)
-    context = SimpleNamespace(world=world, recorder=recorder, run_dir=tmp_path)
+    # As after an evaluation, the recorder has no step.
+    recorder = SimpleNamespace(sample=lambda *_, step=None: recorded.append(step))
+    context = SimpleNamespace(world=SimpleNamespace(size=2), recorder=recorder, run_dir=tmp_path)
     started = SimpleNamespace(start=lambda shard, new, old: met.append((new.name, old.name)))
     monkeypatch.setattr(saves, "BackgroundSaves", lambda *_: started)
     kept = StateKeeper(replace(CASE, save_every=2), context)
@@ -87,6 +88,7 @@ def test_all_ranks_meet_before_a_save_replaces_another(tmp_path, monkeypatch):
     for step in range(8):
         kept.end_step(step, training)
     assert met[-2:] == ["all ranks", ("step-8", "step-2")]
+    assert recorded == [1, 3, 5, 7]
 
 
 def last_of(results, *cases, n_started=3):
