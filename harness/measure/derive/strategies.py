@@ -20,7 +20,7 @@ from harness.measure.derive.settings import (
     telling_settings,
     told_apart,
 )
-from harness.measure.derive.training import TrainingSummary
+from harness.measure.derive.training import TrainingSummary, rate_over_repeats
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
 
@@ -149,7 +149,6 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
     ok = [summary for _, summary in repeats if summary.status == "ok"]
     timed = [(s, s.duration) for s in ok if s.duration is not None]
     steps = tuple(duration.median for _, duration in timed)
-    n_samples = next((summary.n_samples for summary in ok if summary.n_samples), None)
     return StrategyRow(
         workload=f"{first.model} {first.dtype} batch {first_run.header.config.get('batch', '?')}",
         name=first.strategy,
@@ -158,7 +157,7 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         failures=tuple(summary.status for _, summary in repeats if summary.status != "ok"),
         step_s=steps,
         unit=first.unit,
-        throughput=n_samples / median(steps) if n_samples and steps else None,
+        throughput=rate_over_repeats(ok, "throughput"),
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
         exposed_share=_exposed_share(ok),

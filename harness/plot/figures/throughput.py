@@ -43,13 +43,14 @@ def _rows(case: TrainingCase) -> Rows:
 
 def _numbers(known: list[Any]) -> dict[str, Any]:
     """Over repeats when there are several, else over the steps of the only one."""
-    first, time = known[0], merged([summary.duration for summary in known])
+    time = merged([summary.duration for summary in known])
+    rate = rate_over_repeats(known, "throughput") or 0.0
     return {
         "n_values": time.n,
-        "throughput_samples_per_s": first.n_samples / time.median,
-        "low_samples_per_s": first.n_samples / time.high,
-        "high_samples_per_s": first.n_samples / time.low,
-        "per_device_samples_per_s": first.n_samples / time.median / first.n_devices,
+        "throughput_samples_per_s": rate,
+        "low_samples_per_s": rate * time.median / time.high,
+        "high_samples_per_s": rate * time.median / time.low,
+        "per_device_samples_per_s": rate / known[0].n_devices,
         "cv": time.cv,
         "mfu": rate_over_repeats(known, "mfu"),
         "mfu_of_measured_peak": rate_over_repeats(known, "mfu_of_measured_peak"),
@@ -80,7 +81,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 FIGURE = Figure(
     caption=(
-        "Samples per second of the whole job: global batch / median step time (of logs of epochs: "
+        "Samples per second of the whole job: global batch / median step time (of steps with "
+        "unlike batches the median of samples / step time; of logs of epochs: "
         "samples of an epoch / its time). The bar is the "
         "median over repeats, or over the steps of a single run. "
         f"{spread_caption('Whiskers')} A red cross marks a run without a result."

@@ -30,6 +30,7 @@ from harness.measure.derive.links import (
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
 from harness.measure.derive.steps import step_times
+from harness.measure.derive.strategies import strategy_tables
 from harness.measure.derive.training import training_summary, with_outliers_of_repeats
 from harness.measure.statistics import summarize
 from harness.measure.text import rate_interval_words
@@ -136,12 +137,15 @@ def test_samples_of_a_step_are_counted_by_step_because_strategies_give_them_to_o
 
 
 def test_steps_of_unlike_batches_have_a_rate_of_their_own_each():
-    steps = [(12, 3.0), (4, 1.0), (12, 3.0), (12, 4.0)]  # samples, seconds
+    steps = [(12, 3.0), (4, 4.0), (12, 6.0)]  # samples, seconds
     records = [
         *(span("step", 10 * at, 10 * at + s, step=at) for at, (_, s) in enumerate(steps)),
         *(Sample(metric="n_samples", value=n, step=at) for at, (n, _) in enumerate(steps)),
     ]
-    assert training_summary(make_run([records])).throughput == 4
+    run = make_run([records])
+    summary = training_summary(run)
+    ((row,),) = strategy_tables([(run, summary)])
+    assert summary.throughput == row.throughput == 2
 
 
 def test_training_summary_of_a_hand_sized_run():

@@ -128,6 +128,18 @@ def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
     assert step["synchronisations_per_s"] == pytest.approx(5 * n_steps_per_s)
 
 
+def test_samples_per_second_of_unlike_batches_are_those_of_the_training_table(tmp_path):
+    path = write_training(tmp_path, "a", train_config("ddp", 32), make_cluster(2), 0.1, 0.0)
+    writer = RecordWriter(path, 0)  # sums with the samples that are written already
+    writer.write([Sample(metric="n_samples", value=32 * at, step=at) for at in range(40)])
+    writer.close()
+    found = catalog_of(tmp_path)
+    (row,) = table_of("throughput", found).to_dict("records")
+    (case,) = found.training
+    assert row["throughput_samples_per_s"] == pytest.approx(case.first.throughput)
+    assert case.first.throughput != case.first.n_samples / case.first.duration.median
+
+
 @pytest.mark.parametrize(
     ("more", "n_repeats", "n_labels"), [({"time_budget_s": 0.3}, 2, 1), ({"in_turn": True}, 1, 2)]
 )
