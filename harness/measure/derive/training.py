@@ -142,6 +142,10 @@ def _samples_per_unit(run: Run, recorded: Mapping[int, float]) -> float | None:
     """Samples of the job in a step or epoch: the recorded median, else configured."""
     if recorded:
         return float(np.median([*recorded.values()]))
+    return _configured_batch(run)
+
+
+def _configured_batch(run: Run) -> float | None:
     return configured_number(run, "global_batch") or configured_number(run, "batch")
 
 
@@ -183,7 +187,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         known = {unit: n for unit, n in samples.items() if unit in times}
         if len(set(known.values())) > 1:  # the median step need not have the median batch
             numbers["throughput"] = float(np.median([n / times[k] for k, n in known.items()]))
-        numbers |= _utilization(run, duration, used)
+        numbers |= _utilization(run, duration, used, numbers.get("throughput"))
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
         run_id=run.header.run_id,
@@ -286,15 +290,19 @@ def _rates(
     return rates
 
 
-def _utilization(run: Run, duration: Summary, used: Sequence[int]) -> dict[str, Any]:
+def _utilization(
+    run: Run, duration: Summary, used: Sequence[int], samples_per_s: float | None
+) -> dict[str, Any]:
     """FLOP/s, and its share of the published peaks of the devices that compute."""
+    batch = _configured_batch(run)  # of which the FLOPs are; that of a step may be smaller
+    step_s = batch / samples_per_s if batch and samples_per_s else duration.median
     flops = [median_of(run.ranks.get(rank, []), "model_flops") for rank in used]
     counted = [value for value in flops if value is not None]
     if not counted or len(counted) < len(used):
         return {}
-    flops_per_s = sum(counted) / duration.median
+    flops_per_s = sum(counted) / step_s
     scores = (median_of(run.ranks.get(rank, []), "score_flops") or 0.0 for rank in used)
-    of_scores = sum(scores) / duration.median
+    of_scores = sum(scores) / step_s
     dtype = configured(run, "dtype", "fp32")
     published = [i.peak_flops_per_s.get(dtype) for i in run.header.ranks if i.rank in used]
     known = [peak for peak in published if peak]

@@ -141,11 +141,13 @@ def test_steps_of_unlike_batches_have_a_rate_of_their_own_each():
     records = [
         *(span("step", 10 * at, 10 * at + s, step=at) for at, (_, s) in enumerate(steps)),
         *(Sample(metric="n_samples", value=n, step=at) for at, (n, _) in enumerate(steps)),
+        Sample(metric="model_flops", value=160),  # of a full batch
     ]
-    run = make_run([records])
+    run = make_run([records], config={"batch": 16})
     summary = training_summary(run)
     ((row,),) = strategy_tables([(run, summary)])
     assert summary.throughput == row.throughput == 2
+    assert summary.flops_per_s == 20
 
 
 def test_training_summary_of_a_hand_sized_run():
