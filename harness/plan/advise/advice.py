@@ -24,6 +24,7 @@ from harness.plan.advise.pricing import (
     price,
 )
 from harness.plan.advise.sets import (
+    devices_by_speed,
     next_ethernet,
     node_classes,
     node_rate,
@@ -156,13 +157,15 @@ class Adviser:
         self.request, self.cluster = request, cluster
         self.seconds, self.progress = seconds, progress
         self.start_s = time.process_time()
-        # Of a whole batch on one device of each node.
         whole_s = operator_seconds(request.simulator(cluster), request.batch_on(1)).sum(axis=1)
-        node_of, nodes = cluster.node_of(), range(len(cluster.nodes))
-        self.node_s: list[float] = [float(whole_s[node_of.index(k)]) for k in nodes]
-        self.rates = [node_rate(cluster, k) or 0.0 for k in nodes]
+        # Of a whole batch on each device, and on the fastest of each node.
+        self.device_s: list[float] = whole_s.tolist()
+        first = [own[0] for own in devices_by_speed(cluster, self.device_s)]
+        self.node_s = [self.device_s[k] for k in first]
+        self.node_devices = [cluster.devices[k] for k in first]
+        self.rates = [node_rate(cluster, k) or 0.0 for k in range(len(cluster.nodes))]
         self.fastest_s = min(self.node_s)
-        self.fastest = cluster.nodes[self.node_s.index(self.fastest_s)].devices[0]
+        self.fastest = self.node_devices[self.node_s.index(self.fastest_s)]
 
     def _share_left(self) -> float:
         return 1 - (time.process_time() - self.start_s) / self.seconds
@@ -196,7 +199,7 @@ class Adviser:
         )
 
     def _price_sets(self) -> tuple[list[Priced], int]:
-        wanted = sets_of(self.cluster, self.node_s)
+        wanted = sets_of(self.cluster, self.device_s)
         likely = self._fastest_first()
         wanted.sort(key=lambda devices: len(devices) > 1 and devices not in likely)
         found: list[Priced] = []
@@ -270,7 +273,7 @@ class Adviser:
             cause=cause,
             rate=node_rate(cluster, at),
             slowness=self.node_s[node] / self.fastest_s,
-            kind=self.cluster.nodes[node].devices[0].kind,
+            kind=self.node_devices[node].kind,
             fastest_kind=self.fastest.kind,
         )
 

@@ -18,7 +18,7 @@ from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.measured import known_plans, uncertainty_of
 from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
-from harness.plan.advise.words import advice_lines, advice_object
+from harness.plan.advise.words import advice_lines, advice_object, are_first, local_ranks
 from harness.plan.cli import check_output, planned_for, request_from
 from harness.plan.costs import FAMILIES, PlanRequest
 from harness.plan.flags import MOMENTUM, add_cluster, add_model, add_optimizer, flag_of, size_flags
@@ -221,6 +221,10 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     words = ["mpirun", "-np", str(best.cluster.n_devices), "--host", hosts] if (
         best.cluster.n_devices > 1
     ) else []  # fmt: skip
+    if not are_first(best, advice):  # within one node
+        (ranks,) = local_ranks(best, advice)
+        visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, ranks))}"
+        words = [*words[:1], "-x", visible, *words[1:]] if words else [visible]
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
     words += [str(word) for pair in size_flags(args).items() for word in pair]
     words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[advice.request.optimizer].flags]

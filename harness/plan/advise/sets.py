@@ -164,25 +164,48 @@ def _is_near(a: float, b: float) -> bool:
 
 
 def _rates(network: Network, node: int, without: int) -> list[float]:
-    """Rates of a node's first device to and from each third node's first device."""
+    """The slowest rate inside a node, and those of its first device to and from each third node's
+    first device."""
     first = {int(n): k for k, n in reversed(list(enumerate(network.node_of)))}
     others = [k for n, k in sorted(first.items()) if n not in (node, without)]
-    own = first[node]
-    return [rate for k in others for rate in (network.rate(own, k), network.rate(k, own))]
+    own, is_own = first[node], network.node_of == node
+    between = [rate for k in others for rate in (network.rate(own, k), network.rate(k, own))]
+    return [float(network.rates[is_own][:, is_own].min()), *between]
 
 
-def sets_of(cluster: Cluster, node_seconds: Sequence[float]) -> list[tuple[int, ...]]:
-    """Sets of devices by position: one device of each class, then sets of whole nodes.
+def devices_by_speed(cluster: Cluster, device_s: Sequence[float]) -> list[list[int]]:
+    """The devices of each node by position, fast ones first; those that are alike keep their order.
 
     Args:
-        node_seconds: of one device of each node for the whole batch; fast nodes are kept first.
+        device_s: of each device for the whole batch.
     """
     count = itertools.count()
-    places = [[next(count) for _ in node.devices] for node in cluster.nodes]
-    classes = sorted(node_classes(cluster), key=lambda nodes: node_seconds[nodes[0]])
-    found: list[tuple[int, ...]] = [(places[nodes[0]][0],) for nodes in classes]
-    for own in (places[nodes[0]] for nodes in classes):
-        found += [tuple(own[:n]) for n in _powers(len(own)) if n < len(own)]
+    found = []
+    for node in cluster.nodes:
+        own = [next(count) for _ in node.devices]
+        alike_s = _ALIKE * min(device_s[k] for k in own)
+        found.append(sorted(own, key=lambda k, alike_s=alike_s: device_s[k] // alike_s))
+    return found
+
+
+def sets_of(cluster: Cluster, device_s: Sequence[float]) -> list[tuple[int, ...]]:
+    """Sets of devices by position: one device of each kind in each class, then sets of whole nodes;
+    fast ones first.
+
+    Args:
+        device_s: of each device for the whole batch.
+    """
+    places = devices_by_speed(cluster, device_s)
+    classes = sorted(node_classes(cluster), key=lambda nodes: device_s[places[nodes[0]][0]])
+    devices, firsts = cluster.devices, [places[nodes[0]] for nodes in classes]
+    found: list[tuple[int, ...]] = [
+        (k,)
+        for own in firsts
+        for n, k in enumerate(own)
+        if not any(_is_alike(devices[k], devices[other]) for other in own[:n])
+    ]
+    for own in firsts:
+        found += [tuple(sorted(own[:n])) for n in _powers(len(own)) if n < len(own)]
     for nodes in _node_sets(classes):
         found.append(tuple(sorted(k for node in nodes for k in places[node])))
     return list(dict.fromkeys(found))

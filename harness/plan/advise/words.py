@@ -54,8 +54,8 @@ def first_sentence(advice: Advice) -> str:
             return f"The model fits on {device.name}{kind}{more}: {rate}."
         where = f"{_alone(best, advice)}{kind}{more}"
         return f"One {noun} is fastest: use {where}, {rate}."
-    where = name_range(best.node_names)
-    if len(advice.cluster.nodes) == 1:
+    where = _machines(best, advice, " devices")
+    if len(advice.cluster.nodes) == 1 and where == best.node_names[0]:
         where = f"{best.cluster.n_devices} devices of {where}"
     single = advice.single
     gain = (
@@ -69,6 +69,8 @@ def first_sentence(advice: Advice) -> str:
 def _alone(one: Priced, advice: Advice) -> str:
     """The one device of a set: its node, or one of the node's."""
     (name,) = one.node_names
+    if not are_first(one, advice):
+        return f"{one.cluster.devices[0].name} alone"
     n_devices = next(len(node.devices) for node in advice.cluster.nodes if node.name == name)
     return f"{name} alone" if n_devices == 1 else f"one {device_word(advice)} of {name}"
 
@@ -123,7 +125,7 @@ def _larger(advice: Advice) -> Iterator[str]:
     if fastest is not advice.best:
         gain = fastest.samples_per_s / advice.best.samples_per_s
         yield (
-            f"{name_range(fastest.node_names)} with {_in_words(fastest)} would be "
+            f"{_machines(fastest, advice, ' devices')} with {_in_words(fastest)} would be "
             f"{gain:.2f} times as fast, which is less than predictions are off."
         )
 
@@ -136,7 +138,7 @@ def _cheapest(advice: Advice) -> Iterator[str]:
         money, one = min(known, key=lambda item: item[0])
         words = f"{format_number(money, 3)} {prices.currency}".strip()
         is_one = one.cluster.n_devices == 1
-        where = _alone(one, advice) if is_one else name_range(one.node_names)
+        where = _alone(one, advice) if is_one else _machines(one, advice, " devices")
         more = "" if one.label == "single" else f" with {_in_words(one)}"
         yield f"Cheapest: {where}{more}, {words} per million samples."
 
@@ -190,11 +192,28 @@ def _range_s(one: Priced, advice: Advice) -> tuple[float, float]:
     return min(one.step_s, low * one.predicted_s), max(one.step_s, high * one.predicted_s)
 
 
-def _machines(one: Priced, advice: Advice) -> str:
+def _machines(one: Priced, advice: Advice, noun: str = "") -> str:
     names = name_range(one.node_names)
+    if not are_first(one, advice):
+        return name_range([device.name for device in one.cluster.devices])
     whole = {node.name: len(node.devices) for node in advice.cluster.nodes}
     n_all = sum(whole[name] for name in one.node_names)
-    return names if n_all == one.cluster.n_devices else f"{one.cluster.n_devices} of {names}"
+    n = one.cluster.n_devices
+    return names if n_all == n else f"{n}{noun} of {names}"
+
+
+def are_first(one: Priced, advice: Advice) -> bool:
+    """Whether the devices of a set are the first of its nodes."""
+    return all(ranks == list(range(len(ranks))) for ranks in local_ranks(one, advice))
+
+
+def local_ranks(one: Priced, advice: Advice) -> list[list[int]]:
+    """Positions of the devices of a set among those of each of its nodes."""
+    all_names = {node.name: [d.name for d in node.devices] for node in advice.cluster.nodes}
+    return [
+        [all_names[node.name].index(device.name) for device in node.devices]
+        for node in one.cluster.nodes
+    ]
 
 
 def _change_table(advice: Advice) -> list[str]:

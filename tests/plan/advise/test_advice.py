@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from launching import ROOT
-from made_graphs import layers, links_between
+from made_graphs import layers, links_between, unlike_cluster
 
 from harness.__main__ import _print_advice
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
@@ -278,7 +278,34 @@ def test_equal_nodes_are_interchangeable():
     many = Cluster.uniform(64, 1, inside_bytes_per_s=1e9, memory_bytes=1)
     assert [len(one) for one in sets_of(many, [1.0] * 64)] == [1, 2, 4, 8, 16, 32, 64]
     one_node = Cluster.uniform(1, 4, inside_bytes_per_s=1e9, memory_bytes=1)
-    assert sets_of(one_node, [1.0]) == [(0,), (0, 1), (0, 1, 2, 3)]
+    assert sets_of(one_node, [1.0] * 4) == [(0,), (0, 1), (0, 1, 2, 3)]
+
+
+def test_a_slow_link_inside_a_node_makes_it_unlike():
+    pairs = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=1)
+    links = [
+        msgspec.structs.replace(link, bandwidth_bytes_per_s=1e6)
+        if {link.source, link.target} == {"node0:0", "node0:1"}
+        else link
+        for link in pairs.links
+    ]
+    assert node_classes(pairs) == [[0, 1]]
+    assert node_classes(msgspec.structs.replace(pairs, links=links)) == [[0], [1]]
+
+
+def test_the_fast_devices_of_a_node_are_advised_without_the_slow_ones(tmp_path, printed):
+    graph, profile = layers()
+    cluster = unlike_cluster([0.1, 1, 0.1, 1])
+    assert sets_of(cluster, [10.0, 1.0, 10.0, 1.01]) == [(1,), (0,), (1, 3), (0, 1, 2, 3)]
+    for name, one in (("p.json", profile), ("p.graph.json", graph), ("c.json", cluster)):
+        (tmp_path / name).write_bytes(one.to_json())
+    words = ("advise --profile", tmp_path / "p.json", "--cluster", tmp_path / "c.json")
+    said = printed(*words, "--strategies single ddp --batch-size 8").out
+    assert said.startswith("Use node0:1 and node0:3 with ddp: 2 times one device")
+    assert "mpirun -x CUDA_VISIBLE_DEVICES=1,3 -np 2 --host node0:2 ./entry.sh train" in said
+    said = printed(*words, "--strategies single --batch-size 8").out
+    assert said.startswith("One device is fastest: use node0:1 alone")
+    assert "CUDA_VISIBLE_DEVICES=1 ./entry.sh train" in said
 
 
 def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce():
