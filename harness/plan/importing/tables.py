@@ -181,7 +181,9 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             continue
         if len(cells) != len(header):
             raise DataError(f"{path}:{k} has {len(cells)} cells, its header {len(header)}")
-        row = dict(reversed(list(zip(header, cells, strict=True))))
+        row: dict[str, str] = {}
+        for name, cell in zip(header, cells, strict=True):
+            row.setdefault(name, cell)
         rows.append(Row(f"{path}:{k}", row, scales))
     if not rows:
         raise DataError(f"{path} has no row below its header: add one, or remove the file")

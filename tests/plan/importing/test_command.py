@@ -319,6 +319,7 @@ OLD_ALL_GATHER = f"""\
         ("AG_GPU8.csv", "time(us),size(KiB)\n20,1\n", "all_gather"),
         ("8gpus.csv", "size_bytes;time_us\n1024;20\n".replace(";", ","), "all_reduce"),
         ("8_ranks.csv", "Size (MiB),Time (ms)\n0.0009765625,0.02\n", "all_reduce"),
+        ("8_ranks.csv", "size(B),time(us),size(KiB),time(ms)\n1024,20,9,9\n", "all_reduce"),
     ],
 )
 def test_collective_size_and_time_are_found_in_each_form(tmp_path, name, text, operation):
