@@ -140,6 +140,16 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         """Index of the node that holds each device, by the device's position."""
         return [i for i, node in enumerate(self.nodes) for _ in node.devices]
 
+    def curves(self, *, spans_nodes: bool) -> list[CollectivePoint]:
+        """The collectives between nodes, or inside one: those of no more ranks than a node has
+        devices, and all of a single node."""
+        n_each = max(len(node.devices) for node in self.nodes)
+        return [
+            point
+            for point in self.collectives
+            if (len(self.nodes) > 1 and point.n_ranks > n_each) == spans_nodes
+        ]
+
     def part(self, devices: Iterable[int]) -> Cluster:
         """Some of the devices, by position, with the links among them."""
         kept, place, nodes = set(devices), itertools.count(), []

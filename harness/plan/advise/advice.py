@@ -161,7 +161,7 @@ class Adviser:
         # Of a whole batch on each device, and on the fastest of each node.
         self.device_s: list[float] = whole_s.tolist()
         first = [own[0] for own in devices_by_speed(cluster, self.device_s)]
-        self.node_s = [self.device_s[k] for k in first]
+        self.node_s: list[float] = [self.device_s[k] for k in first]
         self.node_devices = [cluster.devices[k] for k in first]
         self.rates = [node_rate(cluster, k) or 0.0 for k in range(len(cluster.nodes))]
         self.fastest_s = min(self.node_s)

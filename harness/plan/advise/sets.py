@@ -105,12 +105,14 @@ def _ring_s(network: Network, n_ranks: int, n_bytes: int) -> float:
 def _with_curves(old: Cluster, new: Cluster) -> Cluster:
     """Carry measured collectives over: measured time x ring on the new links / on the old ones.
 
-    Curves are measured between nodes, so a group inside a node has none.
+    Curves inside a node stay as they are between several.
     """
-    is_inside = len(new.nodes) == 1 and len(old.nodes) > 1
-    points = [p for p in old.collectives if p.n_ranks > 1]
-    if is_inside or new.n_devices == 1 or not points:
-        return msgspec.structs.replace(new, collectives=[])
+    is_one = len(new.nodes) == 1
+    points = [p for p in old.curves(spans_nodes=not is_one) if p.n_ranks > 1]
+    inside = msgspec.structs.replace(new, collectives=old.curves(spans_nodes=False))
+    kept = [] if is_one else inside.curves(spans_nodes=False)
+    if new.n_devices == 1 or not points:
+        return msgspec.structs.replace(new, collectives=kept)
     before, after = (Network(msgspec.structs.replace(one, collectives=[])) for one in (old, new))
     most: dict[str, int] = {}
     for point in points:
@@ -122,7 +124,7 @@ def _with_curves(old: Cluster, new: Cluster) -> Cluster:
             ratio = _ring_s(after, n, point.n_bytes) / old_s
             seconds = point.duration_s * ratio
             moved.append(msgspec.structs.replace(point, n_ranks=n, duration_s=seconds))
-    return msgspec.structs.replace(new, collectives=moved)
+    return msgspec.structs.replace(new, collectives=[*kept, *moved])
 
 
 MOST_SETS = 40
@@ -179,13 +181,14 @@ def devices_by_speed(cluster: Cluster, device_s: Sequence[float]) -> list[list[i
     Args:
         device_s: of each device for the whole batch.
     """
-    count = itertools.count()
-    found = []
-    for node in cluster.nodes:
-        own = [next(count) for _ in node.devices]
-        alike_s = _ALIKE * min(device_s[k] for k in own)
-        found.append(sorted(own, key=lambda k, alike_s=alike_s: device_s[k] // alike_s))
-    return found
+    nodes: list[list[int]] = [[] for _ in cluster.nodes]
+    for k, node in enumerate(cluster.node_of()):
+        nodes[node].append(k)
+    alike_s = [_ALIKE * min(device_s[k] for k in own) for own in nodes]
+    return [
+        [k for _, k in sorted((device_s[k] // alike, k) for k in own)]
+        for own, alike in zip(nodes, alike_s, strict=True)
+    ]
 
 
 def sets_of(cluster: Cluster, device_s: Sequence[float]) -> list[tuple[int, ...]]:

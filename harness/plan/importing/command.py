@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError, naming
@@ -101,23 +101,44 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
         cluster = cluster_from(args)
         if points and cluster.collectives:
             said.append(f"dropped: the collectives that {args.cluster} has")
-        return msgspec.structs.replace(cluster, collectives=points) if points else cluster
-    if args.bandwidth is None:
-        if not points:
-            raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
-        fewest = min(point.n_ranks for point in points)
-        sums = [p for p in points if p.n_ranks == fewest and p.operation == "all_reduce"]
-        if not sums:
-            raise ConfigError(
-                "--collectives has no all-reduce: give --bandwidth INSIDE[,BETWEEN] too"
+    else:
+        if args.bandwidth is None:
+            args.bandwidth = _bandwidth(args, points, said)
+        cluster = cluster_from(args)
+        theirs = " of their own; the curves have theirs" if points else ""
+        said.append(f"assumed: links have no latency{theirs}")
+    if not points and args.cluster is not None:
+        return cluster
+    cluster = msgspec.structs.replace(cluster, collectives=points)
+    if len(cluster.nodes) > 1 and (inside := cluster.curves(spans_nodes=False)):
+        n = max(point.n_ranks for point in inside)
+        said.append(f"assumed: curves of up to {n} ranks, which fit into a node, are of one node")
+    return cluster
+
+
+def _bandwidth(args: argparse.Namespace, points: list[CollectivePoint], said: list[str]) -> str:
+    """Of links inside nodes and between them, by their all-reduces of the fewest ranks."""
+    if not points:
+        raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
+    args.bandwidth = "1GB/s"  # until the curves say
+    sums = [point for point in points if point.operation == "all_reduce"]
+    cluster = msgspec.structs.replace(cluster_from(args), collectives=sums)
+    inside, between = (cluster.curves(spans_nodes=spans) for spans in (False, True))
+    if not (between if len(cluster.nodes) > 1 else inside):
+        of = f" of more ranks than a node of {args.topology} has" if inside else ""
+        raise ConfigError(
+            f"--collectives has no all-reduce{of}: give --bandwidth INSIDE[,BETWEEN] too"
+        )
+    rates = []
+    for where, own in (("inside nodes", inside or between), ("between nodes", between)):
+        if own:
+            fewest = min(point.n_ranks for point in own)
+            rate = bandwidth_of([point for point in own if point.n_ranks == fewest])
+            rates.append(f"{rate:.6g}B/s")
+            said.append(
+                f"assumed: links {where} have {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}"
             )
-        rate = bandwidth_of(sums)
-        args.bandwidth = f"{rate:.6g}B/s"
-        said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
-    cluster = cluster_from(args)
-    theirs = " of their own; the curves have theirs" if points else ""
-    said.append(f"assumed: links have no latency{theirs}")
-    return msgspec.structs.replace(cluster, collectives=points)
+    return ",".join(rates)
 
 
 def _model(

@@ -88,8 +88,7 @@ class Group:
     ) -> None:
         self._graph, self._tp = graph, tp
         own = cluster.part(range(tp))
-        # Curves of several nodes do not apply inside one.
-        curves = own.collectives if len(cluster.nodes) == 1 else []
+        curves = cluster.curves(spans_nodes=False)
         self._cluster = msgspec.structs.replace(own, collectives=curves)
         self._simulator = Simulator(graph, profile, self._cluster, options=options)
         self._known: dict[int, GroupCosts] = {}

@@ -38,31 +38,31 @@ class Curves:
     """The measured curves of a cluster, of the first transport that has any."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._n_nodes = len(cluster.nodes)
-        counts = np.bincount(cluster.node_of())
-        self._has_flat_groups = self._n_nodes == 1 or int(counts.max()) == 1
-        points = [p for p in cluster.collectives if p.n_ranks > 1]
-        present = [t for t in _TRANSPORTS if any(p.transport == t for p in points)]
-        self._is_nccl = present[:1] == ["nccl"]
-        self._curves: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
-        for point in sorted(points, key=lambda point: point.n_bytes):
-            if point.transport in present[:1]:
-                curve = self._curves[point.operation].setdefault(point.n_ranks, [])
-                curve.append((point.n_bytes, point.duration_s))
+        self._has_single_devices = int(np.bincount(cluster.node_of()).max()) == 1
+        present = {point.transport for point in cluster.collectives if point.n_ranks > 1}
+        first = next((name for name in _TRANSPORTS if name in present), "")
+        self._is_nccl = first == "nccl"
+        self._curves: dict[tuple[str, bool], dict[int, list[tuple[float, float]]]]
+        self._curves = defaultdict(lambda: defaultdict(list))
+        for spans in (False, True):
+            for p in sorted(cluster.curves(spans_nodes=spans), key=lambda p: p.n_bytes):
+                if p.n_ranks > 1 and p.transport == first:
+                    self._curves[p.operation, spans][p.n_ranks].append((p.n_bytes, p.duration_s))
 
     def seconds(
         self, operation: CollectiveName, n_ranks: int, n_bytes: Floats | float, *, spans_nodes: bool
     ) -> Floats | None:
         """Seconds of one collective, by its bytes, or None if no measured curve applies.
 
-        Curves of a cluster of several nodes do not apply to a group inside one node. The executor
-        exchanges parts node by node where nodes have several devices, and over gloo by messages
-        that use both directions of the links, which gloo's own reduce-scatter does not.
+        Curves between nodes do not apply to a group inside one, nor the other way round. The
+        executor exchanges parts node by node where nodes have several devices, and over gloo by
+        messages that use both directions of the links, which gloo's own reduce-scatter does not.
         """
-        curves = self._curves.get(operation)
-        if not curves or (self._n_nodes > 1 and not spans_nodes):
+        curves = self._curves.get((operation, spans_nodes))
+        if not curves:
             return None
-        if operation != "all_reduce" and not (self._is_nccl and self._has_flat_groups):
+        is_flat = self._has_single_devices or not spans_nodes
+        if operation != "all_reduce" and not (self._is_nccl and is_flat):
             return None
         nearest = min(curves, key=lambda n: (abs(n - n_ranks), n))
         ratio = ((n_ranks - 1) / n_ranks) / ((nearest - 1) / nearest)

@@ -329,6 +329,22 @@ def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce(
     assert part_of(cluster, [0]).collectives == []
 
 
+def test_a_part_of_a_cluster_keeps_the_curves_inside_its_nodes():
+    points = [
+        CollectivePoint(
+            operation="all_reduce", transport="nccl", n_ranks=n, n_bytes=10**9, duration_s=1.0
+        )
+        for n in (2, 6)
+    ]
+    three = Cluster.uniform(3, 2, inside_bytes_per_s=1e9, memory_bytes=1)
+    three = msgspec.structs.replace(three, collectives=points)
+    of = {n: part_of(three, range(n)).collectives for n in (1, 2, 4)}
+    assert {n: [point.n_ranks for point in own] for n, own in of.items()} == {
+        1: [], 2: [2], 4: [2, 4],
+    }  # fmt: skip
+    assert [point.duration_s for point in of[4]] == pytest.approx([1.0, 0.9])
+
+
 def test_a_faster_link_carries_what_the_other_end_does():
     name, rate = next_ethernet(117e6) or ("", 0.0)
     assert (name, rate) == ("10 Gbit/s", 0.94 * 1.25e9)

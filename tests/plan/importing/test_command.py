@@ -28,7 +28,7 @@ def imported(tmp_path, printed):
     (tmp_path / "gpus_2.csv").write_text(CURVE)
     files = ("--layer-times", tmp_path / "gpt.csv", "--collectives", tmp_path / "gpus_2.csv")
     said = printed("import --topology 1x4 --memory 1GB", *files, "--output", tmp_path).out
-    assert "every link has 4e-07 GB/s, by all-reduce of 2" in said
+    assert "links inside nodes have 4e-07 GB/s, by all-reduce of 2" in said
     assert "taken off by the cluster" in said
     return tmp_path
 
@@ -338,6 +338,20 @@ def test_several_times_of_one_size_count_by_their_median(imported, printed):
     printed("import", *cluster, "--collectives", *files)
     found = Cluster.load(imported / "cluster.json").collectives
     assert [(point.n_bytes, point.duration_s) for point in found] == [(8, 3.0), (80, 5.0)]
+
+
+def test_curves_of_a_node_and_between_nodes_give_the_bandwidths_of_each(tmp_path, printed, refused):
+    for n, seconds in ((2, 1), (4, 15)):
+        (tmp_path / f"gpus_{n}.csv").write_text(f"size(B),time(s)\n10000,{seconds}\n")
+    words = "import --topology 2x2 --memory 1GB --output", tmp_path, "--collectives"
+    files = tmp_path / "gpus_2.csv", tmp_path / "gpus_4.csv"
+    message = (
+        "no all-reduce of more ranks than a node of 2x2 has: give --bandwidth INSIDE[,BETWEEN]"
+    )
+    assert message in refused(*words, files[0])
+    assert "curves of up to 2 ranks, which fit into a node, are of" in printed(*words, *files).out
+    links = Cluster.load(tmp_path / "cluster.json").links
+    assert [link.bandwidth_bytes_per_s for link in links[:3]] == [10_000, 1000, 1000]
 
 
 def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):

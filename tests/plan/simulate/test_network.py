@@ -155,6 +155,20 @@ def test_parts_take_what_was_measured_else_half_of_an_all_reduce(
         assert max(seconds for _, seconds in found[0].occupied) == 2.0
 
 
+def test_a_curve_of_one_node_is_not_that_of_groups_between_nodes():
+    point = CollectivePoint(
+        operation="all_reduce", transport="nccl", n_ranks=2, n_bytes=100, duration_s=1.0
+    )
+    nodes = Cluster.uniform(2, 2, inside_bytes_per_s=1e3, between_bytes_per_s=2.0, memory_bytes=1)
+    network = Network(msgspec.structs.replace(nodes, collectives=[point]))
+    found = [network.all_reduce(group, 100).duration_s for group in ((0, 1), (0, 2), (0, 1, 2, 3))]
+    assert found == [1.0, 50.0, 75.0]
+    wide = msgspec.structs.replace(point, n_ranks=4, duration_s=9.0)
+    network = Network(msgspec.structs.replace(nodes, collectives=[point, wide]))
+    found = [network.all_reduce(group, 100).duration_s for group in ((0, 1), (0, 2), (0, 1, 2, 3))]
+    assert found == pytest.approx([1.0, 6.0, 9.0])
+
+
 def test_replicas_are_those_of_nodes_or_of_the_devices_of_one():
     two, one = (
         Network(Cluster.uniform(n, 4 // n, inside_bytes_per_s=1e3, memory_bytes=1)) for n in (2, 1)
