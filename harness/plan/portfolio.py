@@ -128,7 +128,7 @@ def search_portfolio(
         or options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
         memory_bytes=request.memory_bytes,
     )
-    _check_times(simulator, batch)
+    check_times(simulator, batch)
     if request.start is not None:
         _check_start(request.start, simulator, batch)
     objective = Objective(
@@ -173,8 +173,8 @@ def options_of(
     return options.with_optimizer(optimizer or profile.timed_optimizer, profile, cluster)
 
 
-def _check_times(simulator: Simulator, batch: int) -> None:
-    """Refuse times that say nothing."""
+def check_times(simulator: Simulator, batch: int) -> None:
+    """Raise PlanError if the times of a device say nothing."""
     seconds = operator_seconds(simulator, batch).sum(axis=1)
     for device, whole_s in zip(simulator.cluster.devices, seconds, strict=True):
         if whole_s <= 0:

@@ -34,6 +34,7 @@ from harness.plan.advise.sets import (
     with_rate,
 )
 from harness.plan.costs import family_of
+from harness.plan.portfolio import check_times
 from harness.plan.search.space import balanced_pipeline
 from harness.plan.simulate.network import SLOWER
 from harness.plan.simulate.simulator import Simulator, operator_seconds
@@ -157,9 +158,10 @@ class Adviser:
         self.request, self.cluster = request, cluster
         self.seconds, self.progress = seconds, progress
         self.start_s = time.process_time()
-        whole_s = operator_seconds(request.simulator(cluster), request.batch_on(1)).sum(axis=1)
+        simulator, batch = request.simulator(cluster), request.batch_on(1)
+        check_times(simulator, batch)
         # Of a whole batch on each device, and on the fastest of each node.
-        self.device_s: list[float] = whole_s.tolist()
+        self.device_s: list[float] = operator_seconds(simulator, batch).sum(axis=1).tolist()
         first = [own[0] for own in devices_by_speed(cluster, self.device_s)]
         self.node_s: list[float] = [self.device_s[k] for k in first]
         self.node_devices = [cluster.devices[k] for k in first]

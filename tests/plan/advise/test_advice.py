@@ -16,7 +16,7 @@ from harness.__main__ import _print_advice
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, OptimizerTime, Profile
-from harness.errors import ConfigError
+from harness.errors import ConfigError, PlanError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.plan.advise import pricing
@@ -514,6 +514,13 @@ def test_prices_of_other_nodes_are_refused_before_the_sets_are_priced(
     (results / "lab.toml").write_text("[a]\nwatts = 3\n")
     said = refused("advise", results, "--batch-size 16 --prices", results / "lab.toml")
     assert "has prices of a, the cluster has the nodes ecetesla0" in said
+
+
+def test_times_of_nothing_are_refused():
+    graph, profile = layers(seconds=0.0)
+    request = AdviceRequest(graph=graph, profile=profile, batch=8)
+    with pytest.raises(PlanError, match="all operators of 'layers' take 0 s"):
+        Adviser(request, unlike_cluster([1, 1]), seconds=1)
 
 
 @pytest.mark.parametrize(
