@@ -280,8 +280,9 @@ main() {
         return
     fi
     local begin=$SECONDS
-    # Each would let packages come from, or go to, another place than .venv.
-    unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON
+    # Each would let packages come from, or go to, another place than .venv. With PYTHONSAFEPATH a setup.py
+    # cannot import its neighbours.
+    unset PYTHONPATH PYTHONHOME PYTHONSAFEPATH PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON
     export LC_ALL=C.UTF-8                  # otherwise setuptools cannot write a path with other letters
     export PIP_DISABLE_PIP_VERSION_CHECK=1 # its notice would follow the reason of a failure
     [[ -w $root && (! -e $venv || -w $venv) ]] ||

@@ -144,10 +144,10 @@ def test_no_setting_of_the_caller_sends_packages_elsewhere(call, tmp_path):
     _program(tmp_path / ".venv/bin/python", "exit 0")
     steps = ("install_system", "make_venv", "configure_mpi", "verify")
     skip = "; ".join(f"{step}() {{ :; }}" for step in steps)
-    told = 'install_packages() { echo "<${PIP_TARGET-}${PIP_USER-}${PYTHONPATH-}> $LC_ALL"; }'
-    done = call(
-        f"export PIP_TARGET=/tmp PIP_USER=1 PYTHONPATH=/tmp LC_ALL=C; {skip}; {told}; main --force"
-    )
+    caller = "PIP_TARGET=/tmp PIP_USER=1 PYTHONPATH=/tmp PYTHONSAFEPATH=1"
+    seen = "${PIP_TARGET-}${PIP_USER-}${PYTHONPATH-}${PYTHONSAFEPATH-}"
+    told = f'install_packages() {{ echo "<{seen}> $LC_ALL"; }}'
+    done = call(f"export {caller} LC_ALL=C; {skip}; {told}; main --force")
     assert done.stdout.splitlines()[0] == "<> C.UTF-8"
 
 
