@@ -54,7 +54,7 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
         before.restore()
     pair = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     samples = pair[is_held_out]
-    if samples is None:
+    if is_held_out and samples is None:
         raise DataError(
             f"--evaluate measures held-out samples, --data {name!r} returned a "
             f"{type(built).__name__}: return a pair (trained by, held out)"

@@ -205,6 +205,9 @@ def split():
 def endless():
     return iter([1])
 
+def forgotten():
+    data(3, None)
+
 def broken():
     class Broken:
         def __len__(self): return 3
@@ -247,6 +250,7 @@ def test_a_random_split_is_the_same_on_all_ranks_and_for_evaluation(made):
     [
         ("nothing", False, "--data 'users_data:nothing': .*users_data.py has no callable"),
         ("endless", False, "is a list_iterator, which has no length"),
+        ("forgotten", False, "is a NoneType, which has no length"),
         ("broken", False, "sample 0 .* cannot be read \\(OSError: no file 0\\)"),
         ("data", True, "returned a TensorDataset: return a pair"),
     ],
