@@ -252,7 +252,7 @@ class Launcher:
     ) -> tuple[Status, str, Continuation | None]:
         """Status and reason of a run that has ended, and how it goes on; copies its records."""
         status, reason = worst(outcomes, self._hostnames(plan))
-        if problem := self._copy_records(plan, run_dir):
+        if problem := self._copy_records(plan, run_dir, outcomes):
             reason = with_note(reason, problem)
             status = "crash" if status == "ok" else status
         found = self._find_continuation(plan, run_dir, lost) if lost else None
@@ -374,12 +374,12 @@ class Launcher:
             )
         return outcome_of(ending)
 
-    def _copy_records(self, plan: PlannedRun, run_dir: Path) -> str:
+    def _copy_records(self, plan: PlannedRun, run_dir: Path, outcomes: list[Outcome]) -> str:
         """Copy records to rank 0 from ranks that do not share its disk; returns an error or ""."""
         paths = {rank: run_dir / f"rank{k}.jsonl" for k, rank in enumerate(plan.ranks)}
-        for rank, problem in sharing.copy_to_first(self._control, paths).items():
-            host = self._world.hostnames[rank]
-            return f"records of rank {plan.ranks.index(rank)} stay on {host}: {problem}"
+        done = [rank for rank, one in zip(plan.ranks, outcomes, strict=True) if one.status == "ok"]
+        for rank, problem in sharing.copy_to_first(self._control, paths, done).items():
+            return f"rank {plan.ranks.index(rank)} ({self._world.hostnames[rank]}): {problem}"
         return ""
 
     def _keeps_copy(self, plan: PlannedRun, run_dir: Path) -> bool:

@@ -153,6 +153,14 @@ def test_a_launch_is_warned_of_one_that_began_beside_its_run(tmp_path, monkeypat
     assert "now (other)" in caplog.text
 
 
+def test_a_run_whose_records_were_removed_is_no_result(tmp_path):
+    plan = replace(planned("a", 0), ranks=(0, 1))
+    outcomes = [Outcome(status="ok")] * 2
+    status, reason, _ = launcher(0, tmp_path)._result(plan, tmp_path, outcomes, [])
+    path = tmp_path / "rank0.jsonl"
+    assert (status, reason) == ("crash", f"rank 0 (node0): {path} was removed during the run")
+
+
 def out_of_memory(config, context):
     raise MemoryError
 

@@ -7,7 +7,7 @@ still sends what its host holds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -104,13 +104,17 @@ def _sizes(control: Control, directory: Path) -> list[dict[str, int]]:
     return [{name: n for name, n in each.items() if is_file_name(name)} for each in found]
 
 
-def copy_to_first(control: Control, paths: Mapping[int, Path]) -> dict[int, str]:
+def copy_to_first(
+    control: Control, paths: Mapping[int, Path], written: Collection[int] = ()
+) -> dict[int, str]:
     """Copy one file of each of some ranks to the same path on rank 0, unless it has a file of that
     size; all ranks must call it.
 
+    Args:
+        written: those that have written their file.
+
     Returns:
-        Why a rank's file could not be written on rank 0, by rank; files that ranks lack are no
-        problem.
+        Why a rank's file is not on rank 0, by rank.
     """
     path = paths.get(control.rank)
     size = path.stat().st_size if path is not None and path.exists() else -1
@@ -120,6 +124,7 @@ def copy_to_first(control: Control, paths: Mapping[int, Path]) -> dict[int, str]
     ]
     missing = control.broadcast("missing", missing, list[int])
     problems = {rank: _copy(control, paths[rank], sizes[rank], rank, [0]) for rank in missing}
+    problems |= {k: f"{paths[k]} was removed during the run" for k in written if sizes[k] < 0}
     return {rank: problem for rank, problem in problems.items() if problem}
 
 
