@@ -50,8 +50,8 @@ class TrainingSummary:
         last_loss_step: of a run that ended before the losses of its last steps were summed.
         no_sync_exposed_low_s, slowed_compute_low_s: the least that the intervals of the two medians
             leave; the difference is within noise unless it is above 0.
-        validation_loss, accuracy: on held-out samples after the last epoch, by the parameters; the
-            others by their averages.
+        validation_loss, accuracy: of the last evaluation on held-out samples, by the parameters;
+            the others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
         are_steps_judged: it is ok and kept its strategy, so that its steps should be alike.
         outlier_steps: steps far above the others.

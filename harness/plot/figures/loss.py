@@ -76,12 +76,9 @@ def _steps(run: RunNumbers) -> list[dict[str, Any]]:
     rows = [
         {"step": step, "time_s": at_s.get(step), "loss": loss} for step, loss in run.losses.items()
     ]
-    n_steps = run.header.number("steps_per_epoch")
     for metric in SHOWN:
-        for epoch, value in run.held_out.get(metric, {}).items():
-            if n_steps is not None:
-                step = round((epoch + 1) * n_steps) - 1
-                rows.append({"step": step, "time_s": at_s.get(step), metric: value})
+        for step, value in run.held_out.get(metric, {}).items():
+            rows.append({"step": step, "time_s": at_s.get(step), metric: value})
     return rows
 
 
@@ -147,7 +144,7 @@ FIGURE = Figure(
         "in steps (without saves and evaluations). The line of a run that failed ends with the "
         "last sum of losses over ranks, before its last step. The time of a run that goes on with "
         "another begins at 0. Lines of more than "
-        f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after an epoch. "
+        f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after a step. "
         "Strategies that train like one device have equal lines by step. The loss of averaged "
         "replicas is the mean of each on its own samples, so held-out samples compare them."
     ),

@@ -60,7 +60,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "n_samples": ("data", ("synthetic",)),
     "data_dir": ("data", (*(name for name in DATA if name != "synthetic"), _OWN_DATA)),
     "vocabulary": ("data", OF_TEXT),
-    "held_out_dir": ("evaluate", (True,)),
+    **dict.fromkeys(("held_out_dir", "evaluate_every"), ("evaluate", (True,))),
 }
 
 _AT_LEAST = {
@@ -71,7 +71,7 @@ _AT_LEAST = {
     **dict.fromkeys((
         "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
         "n_ranks", "microbatches", "freeze_interval", "lr_step_size", "save_every", "rejoin",
-        "recompute_segments", "sync_every",
+        "recompute_segments", "sync_every", "evaluate_every",
     ), 1),
 }  # fmt: skip
 

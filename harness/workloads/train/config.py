@@ -250,6 +250,8 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     """After each epoch, measure loss and accuracy on held-out data: those of digits and cifar, of
     --held-out-dir, or of your own data if the factory returns a pair. Training stands still
     meanwhile; the time of an epoch does not include the evaluation."""
+    evaluate_every: int | None = None
+    """Steps between two evaluations, for --evaluate. Default: an epoch."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 

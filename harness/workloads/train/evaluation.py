@@ -1,4 +1,4 @@
-"""Loss and accuracy on held-out samples, measured after each epoch of a training."""
+"""Loss and accuracy on held-out samples, measured after some steps of a training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.domain.graph import LOSS
+from harness.errors import ConfigError
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import open_held_out
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import Engine
 from harness.runtime.executor.run.held_out import evaluate_held_out
@@ -23,7 +24,7 @@ from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.runtime.ranks.world import Context
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.files import data_options
-from harness.workloads.train.setup import make_task
+from harness.workloads.train.setup import Training, make_task
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
@@ -36,11 +37,17 @@ class Evaluation:
     copy of the whole model.
 
     Raises:
+        ConfigError: the training ends before the first evaluation.
         DataError: the held-out samples are missing or do not fit.
     """
 
-    def __init__(self, case: TrainCase, context: Context) -> None:
-        self._world = context.world
+    def __init__(self, case: TrainCase, context: Context, training: Training) -> None:
+        self._world, self._every = context.world, case.evaluate_every
+        if training.n_steps < (first := self.interval(training.plan)):
+            raise ConfigError(
+                f"the first evaluation is after {first} steps, and the run has {training.n_steps}: "
+                "raise --steps or --epochs, or lower --evaluate-every"
+            )
         state = torch.get_rng_state()  # which building a model advances
         task = build_on_host(lambda: make_task(case), self._world)
         self._has_slices = case.engine == "executor" and broadcast_result(
@@ -55,6 +62,10 @@ class Evaluation:
         self._precision = Precision(case.dtype, self._world.device)
         self._data = open_held_out(case.data, data_options(case), task, case.batch)
         self._parts = self._own_parts(case.batch)
+
+    def interval(self, plan: BatchPlan) -> int:
+        """Steps between two evaluations: an epoch, unless a flag tells them."""
+        return self._every or plan.n_steps_per_epoch
 
     def _own_parts(self, batch: int) -> list[list[int]]:
         """The samples that this rank evaluates together."""

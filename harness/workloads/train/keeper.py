@@ -315,8 +315,8 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
 # Flags that may differ between a run and the one that continues it, without a word.
 _MAY_DIFFER = {
     "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "save_every",
-    "save_model", "save_sharded", "evaluate", "held_out_dir", "survive", "rejoin", "n_workers",
-    "change",
+    "save_model", "save_sharded", "evaluate", "evaluate_every", "held_out_dir", "survive",
+    "rejoin", "n_workers", "change",
 }  # fmt: skip
 
 

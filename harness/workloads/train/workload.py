@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import ConfigError, VerificationError
+from harness.errors import VerificationError
 from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.derive.spans import phase_table
 from harness.measure.store import replacing
@@ -48,7 +48,7 @@ class TrainLoop:
 
     Args:
         changes: changes of the strategy; None if it stays.
-        evaluation: of the model after each epoch.
+        evaluation: of the model between steps; None if it is not evaluated.
         keeper: saves the state; None if nothing does.
         first: the first measured step; above 0 without warm-up.
 
@@ -80,9 +80,8 @@ class TrainLoop:
         self._n_steps = n_steps
         if 0 < self._first < n_steps and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
-        epoch, last = divmod(self._first, self.training.plan.n_steps_per_epoch)
-        if epoch and last == 0:  # in which the run before may have lost its rank
-            self._evaluate(epoch)
+        if self._first:  # the run before may have lost its rank in an evaluation
+            self._evaluate(self._first - 1)
         if self._first:  # no step warms up, and the first shall not hold another rank's planning
             barrier()
         self._begin_epoch()
@@ -138,11 +137,11 @@ class TrainLoop:
             self._losses.end_step()
         n_steps = self.training.plan.n_steps_per_epoch
         epoch, last = divmod(index + 1, n_steps)
+        if last == 0 and index + 1 - self._first >= n_steps:
+            epoch_s = time.perf_counter() - self._epoch_start_s
+            recorder.sample("epoch_s", epoch_s, step=epoch - 1)
+        self._evaluate(index)
         if last == 0:
-            if index + 1 - self._first >= n_steps:
-                epoch_s = time.perf_counter() - self._epoch_start_s
-                recorder.sample("epoch_s", epoch_s, step=epoch - 1)
-            self._evaluate(epoch)
             self._begin_epoch()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
@@ -153,14 +152,16 @@ class TrainLoop:
                 self._nic.advance()  # the bytes of the change are not those of a step
         return self._losses.note
 
-    def _evaluate(self, n_epochs: int) -> None:
-        """Record the evaluation after so many epochs, if it is asked for."""
-        if self._evaluation is None:
+    def _evaluate(self, index: int) -> None:
+        """Record the evaluation after a step, if one is due; its time and bytes are no epoch's."""
+        if self._evaluation is None or (index + 1) % self._evaluation.interval(self.training.plan):
             return
-        recorder = self._context.recorder
+        recorder, start_s = self._context.recorder, time.perf_counter()
         recorder.step = None
         for metric, value in self._evaluation.measure(self.training.engine).items():
-            recorder.sample(metric, value, step=n_epochs - 1)
+            recorder.sample(metric, value, step=index)
+        self._nic.advance()
+        self._epoch_start_s += time.perf_counter() - start_s
 
     def record_losses(self) -> list[float]:
         """Record the losses that are left; returns those of all measured steps.
@@ -307,12 +308,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
 
         assert planned is not None, "other engines were refused"
         changes = StrategyChanges(case, context, planned, training)
-    if case.evaluate and training.n_steps < training.plan.n_steps_per_epoch:
-        raise ConfigError(
-            f"--evaluate measures after each epoch, which has {training.plan.n_steps_per_epoch} "
-            f"steps, the run has {training.n_steps}: use --epochs, or raise --steps"
-        )
-    evaluation = Evaluation(case, context) if case.evaluate else None
+    evaluation = Evaluation(case, context, training) if case.evaluate else None
     keeper = states.StateKeeper(case, context)
     loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
     is_last = case.until is None or case.until >= training.n_steps

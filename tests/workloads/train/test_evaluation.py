@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from harness.errors import VerificationError
+from harness.errors import ConfigError, VerificationError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.builders import single
 from harness.runtime.capture.capture import capture
@@ -30,6 +30,8 @@ from harness.workloads.train.setup import make_task
 from harness.workloads.train.workload import TrainLoop
 
 CASE = TrainCase(model="lenet", data="digits", batch=4)
+PLAN = SimpleNamespace(n_steps_per_epoch=10, sizes=lambda step: [4])
+TRAINING = SimpleNamespace(plan=PLAN, n_steps=20)
 
 
 @pytest.fixture
@@ -59,13 +61,13 @@ def test_loss_and_accuracy_are_those_of_the_held_out_digits(context):
     engine.averaged_state = lambda: state  # says 0 always
     logits = model.eval()(*batch.inputs).detach()
     loss = float(torch.nn.functional.cross_entropy(logits, labels))
-    assert Evaluation(replace(CASE, ema=0.9), context).measure(engine) == {
+    assert Evaluation(replace(CASE, ema=0.9), context, TRAINING).measure(engine) == {
         "validation_loss": pytest.approx(loss, rel=1e-5),
         "averaged_validation_loss": pytest.approx(math.log(10)),
         "accuracy": int((labels == 3).sum()) / 357,
         "averaged_accuracy": int((labels == 0).sum()) / 357,
     }
-    assert [*Evaluation(CASE, context).measure(engine)] == ["validation_loss", "accuracy"]
+    assert [*Evaluation(CASE, context, TRAINING).measure(engine)] == ["validation_loss", "accuracy"]
 
 
 @pytest.fixture
@@ -83,13 +85,19 @@ def test_the_executor_evaluates_without_the_whole_model(alone):
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options(), batch=4)
     plan = ExecutorPlan(strategy=single(capture(task, 4, "").graph, 4))
     engine = ExecutorEngine(task, alone.world, recorder, options, plan)
-    whole = Evaluation(CASE, alone).measure(SimpleNamespace(model_state=lambda: state))
+    whole = Evaluation(CASE, alone, TRAINING).measure(SimpleNamespace(model_state=lambda: state))
     engine.model_state = None
-    found = Evaluation(case, alone).measure(engine)
+    found = Evaluation(case, alone, TRAINING).measure(engine)
     assert found == {
         "validation_loss": pytest.approx(whole["validation_loss"]), "accuracy": whole["accuracy"]
     }  # fmt: skip
     assert recorder.collect() == []
+
+
+def test_an_evaluation_after_the_last_step_is_refused(alone):
+    case = replace(CASE, evaluate_every=21)
+    with pytest.raises(ConfigError, match="is after 21 steps, and the run has 20: raise"):
+        Evaluation(case, alone, TRAINING)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,7 @@ def test_samples_without_a_class_do_not_count_for_the_accuracy(context, monkeypa
     held_out = MemoryData([rows], labels)
     monkeypatch.setattr(evaluation, "open_held_out", lambda *_: held_out)
     engine = SimpleNamespace(model_state=task.model.state_dict)
-    assert Evaluation(CASE, context).measure(engine)["accuracy"] == 2 / 3
+    assert Evaluation(CASE, context, TRAINING).measure(engine)["accuracy"] == 2 / 3
 
 
 class PaddedLoss(nn.Module):
@@ -179,24 +187,31 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_same_parts_on_any_ranks(monkey
     monkeypatch.setattr(evaluation, "gather_numbers", lambda own, _: summed.append(own) or [own])
     for rank in range(3):
         world = SimpleNamespace(rank=rank, size=3, device=torch.device("cpu"))
-        Evaluation(CASE, SimpleNamespace(world=world)).measure(engine)
+        Evaluation(CASE, SimpleNamespace(world=world), TRAINING).measure(engine)
     parts = [words[at : at + CASE.batch] for at in range(0, 11, CASE.batch)]
     losses = [len(part) * net(part, part)["loss"].item() for part in parts]
     assert summed[::3] == pytest.approx(losses)
 
 
 @pytest.mark.parametrize(
-    ("first", "wanted"),
-    [(5, [("accuracy", 0), ("epoch_s", 1), ("accuracy", 1)]), (20, [("accuracy", 1)])],
-)
-def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time(first, wanted, monkeypatch):
+    ("first", "every", "wanted"),
+    [
+        (5, None, [("accuracy", 9), ("epoch_s", 1), ("accuracy", 19)]),
+        (20, None, [("accuracy", 19)]),
+        (8, 4, [("accuracy", 7), ("accuracy", 11), ("accuracy", 15), ("epoch_s", 1),
+                ("accuracy", 19)]),
+    ],
+)  # fmt: skip
+def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time(
+    first, every, wanted, monkeypatch
+):
     """That of an epoch which has ended may have been lost with a rank."""
     found = []
     recorder = SimpleNamespace(sample=lambda metric, _, **labels: found.append((metric, labels)))
-    plan = SimpleNamespace(n_steps_per_epoch=10, sizes=lambda step: [4])
-    training = SimpleNamespace(plan=plan, engine=SimpleNamespace(n_synchronisations=0), n_steps=20)
+    training = SimpleNamespace(**vars(TRAINING), engine=SimpleNamespace(n_synchronisations=0))
     context = SimpleNamespace(world=SimpleNamespace(rank=0, interface="lo"), recorder=recorder)
-    evaluation = SimpleNamespace(measure=lambda engine: {"accuracy": 0.5})
+    measured = {"measure": lambda engine: {"accuracy": 0.5}}
+    evaluation = SimpleNamespace(interval=lambda plan: every or 10, **measured)
     loop = TrainLoop(training, context, 1, evaluation=evaluation, first=first)
     monkeypatch.setattr(workload, "barrier", lambda: None)
     monkeypatch.setattr(workload, "measure_steps", lambda *_, **__: None)
@@ -218,7 +233,7 @@ def test_bytes_of_an_evaluation_or_a_change_are_not_those_of_a_step(monkeypatch)
     plan = SimpleNamespace(n_steps_per_epoch=2, sizes=lambda step: [4])
     training = SimpleNamespace(plan=plan, engine=SimpleNamespace(n_synchronisations=0), n_steps=6)
     context = SimpleNamespace(world=SimpleNamespace(rank=0, interface="lo"), recorder=recorder)
-    evaluation = SimpleNamespace(measure=lambda engine: move(500, {}))
+    evaluation = SimpleNamespace(interval=lambda _: 2, measure=lambda engine: move(500, {}))
     changed = SimpleNamespace(**vars(training))
     changes = SimpleNamespace(
         before_step=lambda step, now: move(7000, changed) if step == 3 else now
