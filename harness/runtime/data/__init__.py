@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -346,6 +347,8 @@ def load_batches(
         collate_fn=lambda batch: batch,  # because __getitems__ returns whole batches
         pin_memory=device.type == "cuda",
     )
+    if n_workers:
+        gc.collect()  # a fork that frees an earlier engine's process groups waits for their threads
     batches: Iterator[Batch] = _told(iter(loader)) if n_workers else iter(loader)
     if isinstance(data, OwnData):
         return data.checked(batches, plan.indices(rank, first_step))

@@ -1,6 +1,8 @@
 """A user's own data set, for models without a loss, and with one of their own."""
 
+import gc
 import logging
+import os
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -84,6 +86,31 @@ def test_an_error_in_a_worker_is_the_one_line_of_the_sample():
     assert str(caught.value) == (
         "sample 0 of own has label 7, and the model has 2 classes: give labels from 0 to 1"
     )
+
+
+class Group:
+    """Tells which process frees it, as no worker may a closed Trainer's process group."""
+
+    def __init__(self, freed):
+        self.itself, self.freed = self, freed
+
+    def __del__(self):
+        self.freed.write_text(str(os.getpid()))
+
+
+class Collecting(list[object]):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_a_worker_frees_nothing_of_the_process_that_it_is_forked_from(tmp_path):
+    plan = BatchPlan(n_samples=N, shares=(2,))
+    samples = Collecting(zip(NUMBERS, torch.zeros(N, dtype=torch.int64), strict=True))
+    data = OwnData("own", samples, classifier())
+    Group(tmp_path / "freed")
+    next(load_batches(data, plan, 0, n_workers=1, device=torch.device("cpu")))
+    assert (tmp_path / "freed").read_text() == str(os.getpid())
 
 
 def test_labels_of_one_logit_are_0_and_1_of_any_dtype():
