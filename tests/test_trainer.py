@@ -230,6 +230,28 @@ def test_a_parameter_that_is_frozen_or_freed_later_is_refused(is_trained):
             trainer.step(batch)
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_optimizers_state_is_that_of_plain_pytorch_with_frozen_parameters():
+    model, example = make_model()
+    model.inner.weight.requires_grad_(False)
+    plain, data = copy.deepcopy(model), make_data()[:BATCH]
+    optimizer = make_optimizer(list(plain.named_parameters()))
+    loss_of(plain, data).backward()
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.02
+    wanted = optimizer.state_dict()
+    strategy = single(graph(), BATCH)
+    with Trainer(model, example, strategy=strategy, optimizer=make_optimizer) as trainer:
+        for batch in trainer.batches(data, shuffle=False):
+            trainer.step(batch)
+        trainer.optimizer.param_groups[1]["lr"] = 0.02
+        found = trainer.optimizer_state_dict()
+        trainer.load_state_dict(plain.state_dict(), found)
+    assert found["param_groups"] == wanted["param_groups"]
+    torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-10, atol=1e-12)
+    optimizer.load_state_dict(found)
+
+
 class Dropping(nn.Module):
     """Trained otherwise than evaluated, by modules and by functions."""
 

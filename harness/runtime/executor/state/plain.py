@@ -52,19 +52,18 @@ class PlainState:
         return [[made[p] for p in group["params"]] for group in groups], groups
 
     def of_optimizer(self, optimizer: Optimizer, groups: OptimizerGroups) -> dict[str, Any]:
-        """The `state_dict` of the plain optimizer of all trained parameters; all ranks must call
-        it.
+        """The `state_dict` of the plain optimizer of all parameters; all ranks must call it.
 
         Raises:
             ConfigError: the state of a cut parameter cannot be cut likewise.
         """
         by_name = self.own_names(self._gatherer.optimizer_state(optimizer))
-        names, made = self._grouped(self._trained)
+        names, made = self._grouped(list(self._shapes))
         numbers = {name: k for k, name in enumerate(n for group in names for n in group)}
         param_groups = [
             {
                 **group,
-                **(groups.groups.get(own[0], {}) if own else {}),
+                **next((groups.groups[name] for name in own if name in groups.groups), {}),
                 "params": [numbers[name] for name in own],
             }
             for own, group in zip(names, made, strict=True)
