@@ -29,6 +29,7 @@ CALLS = ("call_function", "call_method", "call_module")
 _VIEWS = (
     "getitem", "view", "reshape", "transpose", "permute", "t", "narrow", "select", "squeeze",
     "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "detach", "diagonal", "getattr",
+    "numpy_T", "mT",
 )  # fmt: skip
 
 

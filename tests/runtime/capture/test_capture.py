@@ -322,3 +322,16 @@ def test_no_sample_affects_what_is_made_of_an_element_of_several_values():
     assert [op.name for op in graph.operators if not op.reads_samples] == [
         "tanh", "split", "sum_1", "sum_2", "add",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["T", "mT"])
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_no_sample_affects_the_transpose_of_a_weight(name, is_exported):
+    def middle(net, x):
+        if is_exported:  # as in Looping
+            x = torch.stack([*x.unbind(1)], dim=1)
+        return x @ getattr(net.last.weight, name) @ net.last.weight
+
+    graph = capture(task_on(Net(middle)), 8, "net").graph
+    made = [op.attrs["function"] for op in graph.operators if not op.reads_samples]
+    assert made == [{"T": "numpy_T", "mT": "mT"}[name] if is_exported else "getattr"]
