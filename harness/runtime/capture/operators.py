@@ -186,7 +186,7 @@ _RESHAPES = {
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
     "slice", "select", "narrow", "unbind", "pad", "picked", "placed", "split_with_sizes",
     "zeros_like", "ones_like", "full_like", "flip", "index_select", "cumsum", "repeat_interleave",
-    "movedim", "getattr", "numpy_T", "mT",
+    "movedim", "getattr", "numpy_T", "mT", "index",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, str] = {
     F.conv2d: "conv2d",

@@ -324,14 +324,20 @@ def test_no_sample_affects_what_is_made_of_an_element_of_several_values():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["T", "mT"])
+ROWS = torch.tensor([0, 2, 2])
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "index"])
 @pytest.mark.parametrize("is_exported", [False, True])
-def test_no_sample_affects_the_transpose_of_a_weight(name, is_exported):
+def test_no_sample_affects_a_view_or_some_rows_of_a_weight(name, is_exported):
     def middle(net, x):
         if is_exported:  # as in Looping
             x = torch.stack([*x.unbind(1)], dim=1)
-        return x @ getattr(net.last.weight, name) @ net.last.weight
+        weight = net.last.weight
+        return x * weight[ROWS].sum() if name == "index" else x @ getattr(weight, name) @ weight
 
     graph = capture(task_on(Net(middle)), 8, "net").graph
     made = [op.attrs["function"] for op in graph.operators if not op.reads_samples]
-    assert made == [{"T": "numpy_T", "mT": "mT"}[name] if is_exported else "getattr"]
+    in_export = {"T": ["numpy_T"], "mT": ["mT"], "index": ["index", "sum"]}
+    by_fx = {"T": ["getattr"], "mT": ["getattr"], "index": ["getitem", "sum"]}
+    assert made == (in_export if is_exported else by_fx)[name]
