@@ -145,8 +145,8 @@ def present(frame: pd.DataFrame) -> dict[str, Any]:
         rows.append({"cells": cells, "is_ok": status == "ok"})
     headers = [header_of(column) for column in shown]
     styles = ["right" if _is_numeric(frame[column]) else "" for column in shown]
-    if "label" in shown:
-        styles[place - 1] = "words"
+    for column in {"label", "plan"}.intersection(shown):
+        styles[shown.index(column)] = "words"
     if has_failures:
         headers.insert(place, "status")
         styles.insert(place, "status")

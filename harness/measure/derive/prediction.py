@@ -36,7 +36,7 @@ from harness.measure.derive.pipeline import (
 )
 from harness.measure.derive.ranks import median_of, rank_memory
 from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
-from harness.measure.derive.steps import step_times
+from harness.measure.derive.steps import full_times
 from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, rank_correlation, summarize
 from harness.measure.store import Run
@@ -60,7 +60,7 @@ class PredictedRun:
 
     Attributes:
         plan: name of the strategy in its file.
-        measured: the step of the run; None if the run is not ok or has no steps.
+        measured: the step of a full batch; None if the run is not ok or has no steps.
         predicted_by_rank, measured_by_rank: seconds by the names of PARTS, of each rank that
             computes; empty when unknown. Contention is in all or in none. It is negative if steps
             without communication computed longer, for example because a CPU that never idles
@@ -139,7 +139,7 @@ def _exists(path: Path) -> bool:
 
 def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
     """Compare a run with its prediction; a run that is not ok has no measured numbers."""
-    times = step_times(run) if run.header.status == "ok" else {}
+    times = full_times(run) if run.header.status == "ok" else {}
     measured = measured_parts(run, times) if times else {}
     predicted = predicted_parts(prediction)
     known = [*predicted.values(), *measured.values()]

@@ -145,6 +145,16 @@ class PhaseTable:
     phases: dict[str, np.ndarray]
     communication_s: np.ndarray
 
+    def of(self, steps: Collection[int]) -> "PhaseTable":
+        """Some of the steps alone."""
+        keep = np.isin(self.steps, [*steps])
+        return PhaseTable(
+            steps=self.steps[keep],
+            step_s=self.step_s[keep],
+            phases={name: seconds[keep] for name, seconds in self.phases.items()},
+            communication_s=self.communication_s[keep],
+        )
+
     @property
     def overlapped_s(self) -> np.ndarray:
         """Communication covered by compute."""

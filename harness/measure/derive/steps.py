@@ -56,6 +56,23 @@ def step_times(run: Run) -> dict[int, float]:
     return dict(sorted(times.items()))
 
 
+def samples_by_unit(run: Run) -> dict[int, float]:
+    """Samples of the job in each recorded step or epoch."""
+    by_step = values_by_step(run, "n_samples").items()
+    # Summed by step, because a change of strategy gives the samples to other ranks.
+    return {n: sum(own.values()) for n, own in by_step if len(own) == len(run.header.ranks)}
+
+
+def full_times(run: Run) -> dict[int, float]:
+    """Seconds of each step, else epoch, without those of fewer samples than others: a smaller batch
+    compares neither with a prediction nor with a step without communication."""
+    times, samples = step_times(run) or epoch_times(run), samples_by_unit(run)
+    known = {unit: samples[unit] for unit in times if unit in samples}
+    if len(set(known.values())) < 2:
+        return times
+    return {unit: times[unit] for unit, n in known.items() if n == max(known.values())}
+
+
 def change_times(run: Run) -> dict[int, float]:
     """Seconds standing still in changes of strategy, by the first step after them."""
     times: dict[int, float] = defaultdict(float)

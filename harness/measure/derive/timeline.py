@@ -14,7 +14,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.steps import step_times
+from harness.measure.derive.steps import full_times
 from harness.measure.rank_records import Records
 from harness.measure.store import Run
 
@@ -63,7 +63,7 @@ def detailed_times(run: Run) -> dict[int, float]:
     """Seconds of each step of which some rank recorded details."""
     every = [Records.of(records).columns for records in run.ranks.values()]
     known = {step for spans in every for step in spans.steps[spans.is_detailed].tolist()}
-    return {step: time_s for step, time_s in step_times(run).items() if step in known}
+    return {step: time_s for step, time_s in full_times(run).items() if step in known}
 
 
 def median_step(times: Mapping[int, float]) -> int | None:

@@ -17,8 +17,9 @@ from harness.measure.derive.spans import PHASES, PhaseTable, phase_table, spans_
 from harness.measure.derive.steps import (
     by_first_rank,
     change_times,
-    epoch_times,
+    full_times,
     largest_by_step,
+    samples_by_unit,
     step_times,
     values_by_step,
 )
@@ -36,9 +37,10 @@ class TrainingSummary:
         plan: the plan that was searched, in words; empty for other strategies.
         used_ranks: those that compute; a plan may leave others out.
         unit: `step`, or `epoch` when only epochs were logged.
-        duration: seconds of a unit, maximum over ranks, over all units; of a run that changed its
-            strategy one value, the mean step with the time standing still.
-        n_samples: samples of the job in one unit.
+        duration: seconds of a unit, maximum over ranks, over all units, without those of a
+            smaller batch; of a run that changed its strategy one value, the mean step with the time
+            standing still.
+        n_samples: samples of the job in one such unit.
         throughput: samples per second of the job, from the median.
         tokens_per_sample: 1 or more for text; None for other samples.
         phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
@@ -130,21 +132,6 @@ def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | 
     return float(work / np.median([duration_s for _, duration_s in known]))
 
 
-def _samples_by_unit(run: Run) -> dict[int, float]:
-    """Samples of the job in each recorded step or epoch."""
-    n_ranks = len(run.header.ranks)
-    by_step = values_by_step(run, "n_samples").items()
-    # Summed by step, because a change of strategy gives the samples to other ranks.
-    return {step: sum(by_rank.values()) for step, by_rank in by_step if len(by_rank) == n_ranks}
-
-
-def _samples_per_unit(run: Run, recorded: Mapping[int, float]) -> float | None:
-    """Samples of the job in a step or epoch: the recorded median, else configured."""
-    if recorded:
-        return float(np.median([*recorded.values()]))
-    return _configured_batch(run)
-
-
 def _configured_batch(run: Run) -> float | None:
     return configured_number(run, "global_batch") or configured_number(run, "batch")
 
@@ -166,27 +153,21 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         peaks: `matmul_peaks` of the runs in the same results; None leaves out the MFU of measured
             peak.
     """
-    times = step_times(run)
-    is_epochs = not times
-    times = times or epoch_times(run)
+    times, is_epochs = full_times(run), not step_times(run)
     still = change_times(run)
     duration = _duration(list(times.values()), list(still.values())) if times else None
-    steps = {rank: phase_table(records) for rank, records in sorted(run.ranks.items())}
+    steps = {rank: phase_table(records).of(times) for rank, records in sorted(run.ranks.items())}
     is_judged = run.header.status == "ok"
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
     ranks = mark_stragglers(ranks) if is_judged and not still else ranks
     working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
-    samples = _samples_by_unit(run)
-    n_samples = _samples_per_unit(run, samples)
+    n_samples = max(samples_by_unit(run).values(), default=None) or _configured_batch(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers_of_ranks = [info.rank for info in run.header.ranks] or list(range(n_ranks))
     used = tuple(rank for rank in numbers_of_ranks if rank in working or rank not in steps)
     numbers: dict[str, Any] = dict(_learned(run))
     if duration is not None:
         numbers |= _rates(run, duration, n_samples, ranks)
-        known = {unit: n for unit, n in samples.items() if unit in times}
-        if len(set(known.values())) > 1:  # the median step need not have the median batch
-            numbers["throughput"] = float(np.median([n / times[k] for k, n in known.items()]))
         numbers |= _utilization(run, duration, used, numbers.get("throughput"))
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(

@@ -19,7 +19,7 @@ from harness.errors import HarnessError
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.settings import strategy_name
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.steps import step_times
+from harness.measure.derive.steps import full_times
 from harness.measure.store import find_runs, read_run, without_samples
 from harness.plan.advise.sets import part_of
 from harness.plan.costs import FAMILIES
@@ -148,7 +148,7 @@ def _steps(path: Path, header: RunHeader, name: str) -> dict[str, float]:
     """Seconds of a step by the plan's name: of a search's trials, or the median of a training."""
     if header.workload == "search":
         return _trials(path, header, "trial_step_s")
-    times = step_times(read_run(path, header)[0])
+    times = full_times(read_run(path, header)[0])
     return {name: statistics.median(times.values())} if times else {}
 
 
@@ -229,7 +229,7 @@ def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, str, 
                         yield "searched", f"{model} searched {plan}", step_s / predicted[plan]
                 continue
             run = read_run(path, header)[0]
-            times = step_times(run)
+            times = full_times(run)
         except HarnessError:
             continue
         if times:

@@ -81,9 +81,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 FIGURE = Figure(
     caption=(
-        "Samples per second of the whole job: global batch / median step time (of steps with "
-        "unlike batches the median of samples / step time; of logs of epochs: "
-        "samples of an epoch / its time). The bar is the "
+        "Samples per second of the whole job: global batch / median step time (of logs of epochs: "
+        "samples of an epoch / its time; batches smaller than others are left out). The bar is the "
         "median over repeats, or over the steps of a single run. "
         f"{spread_caption('Whiskers')} A red cross marks a run without a result."
     ),

@@ -29,7 +29,7 @@ from harness.measure.derive.links import (
 )
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
-from harness.measure.derive.steps import step_times
+from harness.measure.derive.steps import full_times, step_times
 from harness.measure.derive.strategies import strategy_tables
 from harness.measure.derive.training import training_summary, with_outliers_of_repeats
 from harness.measure.statistics import summarize
@@ -136,8 +136,8 @@ def test_samples_of_a_step_are_counted_by_step_because_strategies_give_them_to_o
     assert training_summary(make_run(ranks)).throughput == 12
 
 
-def test_steps_of_unlike_batches_have_a_rate_of_their_own_each():
-    steps = [(12, 3.0), (4, 4.0), (12, 6.0)]  # samples, seconds
+def test_the_rate_is_that_of_the_largest_batches():
+    steps = [(12, 4.0), (4, 3.0), (12, 8.0)]  # samples, seconds
     records = [
         *(span("step", 10 * at, 10 * at + s, step=at) for at, (_, s) in enumerate(steps)),
         *(Sample(metric="n_samples", value=n, step=at) for at, (n, _) in enumerate(steps)),
@@ -148,6 +148,23 @@ def test_steps_of_unlike_batches_have_a_rate_of_their_own_each():
     ((row,),) = strategy_tables([(run, summary)])
     assert summary.throughput == row.throughput == 2
     assert summary.flops_per_s == 20
+
+
+def test_only_full_batches_compare_with_steps_without_communication():
+    sizes = [(64, 4.0), (32, 2.0)] * 2  # samples, seconds
+    records = [
+        *(span("step", 10 * at, 10 * at + s, step=at) for at, (_, s) in enumerate(sizes)),
+        *(span("backward", 10 * at, 10 * at + s - 1, step=at) for at, (_, s) in enumerate(sizes)),
+        *(Sample(metric="n_samples", value=n, step=at) for at, (n, _) in enumerate(sizes)),
+        Sample(metric="no_sync_step_s", value=3.5, step=0),
+        Sample(metric="no_sync_compute_s", value=2.5, step=0),
+    ]
+    run = make_run([records], config={"batch": 64})
+    summary = training_summary(run)
+    assert full_times(run) == {0: 4.0, 2: 4.0}
+    assert (summary.phases["backward"], summary.phases["other"]) == (3.0, 1.0)
+    assert (summary.no_sync_exposed_s, summary.slowed_compute_s) == (0.5, 0.5)
+    assert (summary.duration.median, summary.n_samples, summary.throughput) == (4.0, 64, 16)
 
 
 def test_training_summary_of_a_hand_sized_run():

@@ -76,6 +76,15 @@ def test_error_is_predicted_over_the_median_measured_step():
     assert found.error == pytest.approx(prediction.step_s / 24 - 1)
 
 
+def test_a_prediction_is_compared_with_full_batches():
+    _, prediction = simulated()
+    records = [record for n, stretch in enumerate((2, 1)) for record in step(n, stretch)]
+    sizes = [Sample(metric="n_samples", value=n, step=at) for at, n in enumerate((8, 4))]
+    found = predicted_run(run_of([*records, *sizes]), prediction)
+    assert found.measured.median == 24.0
+    assert sum(found.measured_parts.values()) == pytest.approx(24)
+
+
 def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing():
     _, prediction = simulated()
     # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.

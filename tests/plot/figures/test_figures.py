@@ -612,6 +612,7 @@ def test_columns_that_say_nothing_are_left_out_of_the_report():
     frame = pd.DataFrame(
         {
             "label": ["ddp · a", "ddp · b"],
+            "plan": ["a long plan", ""],
             "strategy": ["ddp", "ddp"],
             "mfu": [None, None],
             "compute_s": [0.0, 0.0],
@@ -621,9 +622,10 @@ def test_columns_that_say_nothing_are_left_out_of_the_report():
         }
     )
     shown = present(frame)
-    assert shown["headers"] == ["label", "status", "step"]
+    assert shown["headers"] == ["label", "status", "plan", "step"]
+    assert shown["styles"] == ["words", "status", "words", "right"]
     assert shown["rows"][1] == {
-        "cells": ["ddp · b", "out of memory (too large)", ""],
+        "cells": ["ddp · b", "out of memory (too large)", "", ""],
         "is_ok": False,
     }
     none_lost = pd.DataFrame({"cell": ["a", "b"], "regret": [0.0, 0.0], "compute_s": [0.0, 0.0]})
