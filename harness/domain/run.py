@@ -146,9 +146,9 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ending(self) -> str:
-        """The status, with the reason in one line if there is one."""
-        why = self.reason.partition("\n")[0]
-        return f"{self.status}: {why}" if why else self.status
+        """The status in words, with the reason in one line if there is one."""
+        words, why = STATUS_WORDS.get(self.status, self.status), self.reason.partition("\n")[0]
+        return f"{words}: {why}" if why else words
 
 
 class Headed(Protocol):

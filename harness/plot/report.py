@@ -154,7 +154,7 @@ def present(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 MAX_TABLE_ROWS = 200
-MAX_LISTED = 200  # warnings of a kind, and files and lines that were skipped
+MAX_LISTED = 200  # warnings of a kind
 
 
 def _section(drawn: Drawn) -> dict[str, Any]:
@@ -292,6 +292,8 @@ def build_report(
     template = environment.from_string((files / "report.html").read_text(encoding="utf-8"))
     headers = [run.header for run in catalog.runs]
     counts = Counter(header.status for header in headers)
+    skipped = [f"{_shown(path, root)}: {reason}" for path, reason in catalog.skipped]
+    every = {**doubts, "Files and lines that could not be used": skipped}
     rows = rendered.attempt("answers", lambda: [_answer(answer) for answer in found])
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
@@ -304,9 +306,7 @@ def build_report(
         statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
         devices=_devices(headers),
         software=[("library", library_versions(headers)), ("setting", rank_settings(headers))],
-        warnings=[(kind, len(lines), _first(lines)) for kind, lines in doubts.items()],
-        skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped[:MAX_LISTED]],
-        n_skipped=len(catalog.skipped),
+        warnings=[(kind, len(lines), _first(lines)) for kind, lines in every.items() if lines],
     )
 
 

@@ -104,7 +104,7 @@ def test_devices_are_named_by_host_and_place_on_it():
 def test_an_ending_is_one_line():
     header = header_of()
     traced = msgspec.structs.replace(header, status="crash", reason="rank 0 (a): no\nTraceback")
-    assert (traced.ending, header.ending) == ("crash: rank 0 (a): no", "running")
+    assert (traced.ending, header.ending) == ("crashed: rank 0 (a): no", "not finished")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_training_that_fails_now_and_then_is_named(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("Not ok after: training: ")
-    assert last.endswith(": 1 of 4 runs, timeout: no rank answered")
+    assert last.endswith(": 1 of 4 runs, timed out: no rank answered")
 
 
 def test_settings_of_later_versions_do_not_count_but_others_do(tmp_path, capsys):

@@ -165,7 +165,7 @@ def test_json_holds_the_tables(comparison, tmp_path, capsys):
     found = [(one["strategy"], one["verdict"] and one["verdict"]["outcome"]) for one in strategies]
     assert ("ddp on 5", "inconclusive") in found
     assert printed["warnings"]["Runs that are not ok"] == [
-        "too-large: oom: CUDA out of memory on rank 3: tried to allocate 2.4 GiB"
+        "too-large: out of memory: CUDA out of memory on rank 3: tried to allocate 2.4 GiB"
     ]
     rows = printed["tables"]["throughput"]
     assert {row["status"] for row in rows} == {"ok", "oom"}

@@ -205,7 +205,9 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_p
     error = capsys.readouterr().err
     assert error.count(f"skipped {broken}") == 1
     assert error.count(f"skipped {root / 'searched-0' / STRATEGY_FILE}") == 1
-    assert "pipeline-0/prediction.json" in (tmp_path / "plots" / "report.html").read_text()
+    report = (tmp_path / "plots" / "report.html").read_text()
+    assert "Files and lines that could not be used (2)" in report.partition("</header>")[0]
+    assert "pipeline-0/prediction.json" in report
     table = table_of("prediction", root)
     assert "pipeline" not in set(table["strategy"])
 

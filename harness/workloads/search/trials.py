@@ -275,7 +275,9 @@ def trial_ratios(tried: Sequence[Tried], result: PlanResult) -> str:
     fastest_s, parts = tried[0].place.duration_s, []
     speedups = (result.speedup_over_single, result.speedup_over_ddp)
     for (name, words), predicted in zip(_BASELINES.items(), speedups, strict=True):
-        if name in measured:
+        if name == tried[0].candidate.method:
+            parts.append(f"it is {words}")
+        elif name in measured:
             ratio = measured[name] / fastest_s
             parts.append(f"measured {ratio:.2f} times as fast as {words}")
         elif not math.isnan(predicted):

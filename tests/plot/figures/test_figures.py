@@ -94,7 +94,7 @@ def test_every_figure_keeps_the_run_that_is_not_ok(name, catalog, of_planned):
 
 def test_a_run_that_is_not_ok_is_named_in_the_warnings(catalog):
     (line,) = warnings(catalog)["Runs that are not ok"]
-    assert line.startswith("too-large: oom: ")
+    assert line.startswith("too-large: out of memory: ")
 
 
 def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):

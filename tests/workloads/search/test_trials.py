@@ -109,6 +109,8 @@ def test_only_plans_that_were_tried_are_compared_by_measured_steps():
     assert trial_ratios([fastest], result) == single + untried
     compared = "measured 2.00 times as fast as data parallel"
     assert trial_ratios([fastest, ddp], result) == single + compared
+    itself = "it is data parallel"
+    assert trial_ratios([ddp, fastest], result) == single + itself
     assert trial_ratios([], result) == ""
 
 
