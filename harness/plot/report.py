@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.domain.record import SHORTEST_S
-from harness.domain.run import RunHeader
+from harness.domain.run import STATUS_WORDS, RunHeader
 from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
@@ -303,7 +303,7 @@ def build_report(
         missing=rendered.missing,
         failed=rendered.failed,
         runs=[_run_row(run) for run in catalog.runs],
-        statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
+        statuses=[f"{n} {STATUS_WORDS.get(name, name)}" for name, n in sorted(counts.items())],
         devices=_devices(headers),
         software=[("library", library_versions(headers)), ("setting", rank_settings(headers))],
         warnings=[(kind, len(lines), _first(lines)) for kind, lines in every.items() if lines],

@@ -18,7 +18,7 @@ from harness.measure.derive.settings import BETWEEN_STEPS, UNTELLING, is_off, te
 from harness.measure.statistics import Summary
 from harness.plot.catalog import batch_of
 from harness.plot.numbers import RunNumbers
-from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.units import format_bandwidth, format_bytes, format_count, format_duration, format_flops
 
 # Settings that change no step, or only the values that it computes.
 _WITHOUT_EFFECT = BETWEEN_STEPS.union(UNTELLING, ("seed", "data_dir", "warm_up"))
@@ -89,7 +89,7 @@ def _of_devices(run: RunNumbers) -> Iterator[Measured]:
         traffic = row.bytes_per_s * row.time.median
         yield Subject("memory bandwidth", name), row.n_bytes, _timed(row.time, traffic)
     for made in run.distributed:
-        name = f"{made.scaling} scaling {made.dtype} on {made.n_ranks} ranks"
+        name = f"{made.scaling} scaling {made.dtype} on {format_count(made.n_ranks, 'rank')}"
         flops = 2 * made.m * made.n * made.k
         yield Subject("distributed product", name), flops, _timed(made.time, flops)
 

@@ -94,7 +94,7 @@ def test_report_is_self_contained(plots, drawn):
 def test_report_holds_the_environment_and_what_failed(plots):
     text = Page((plots / "report.html").read_text()).text
     for expected in (
-        "11 runs (10 ok, 1 oom)",
+        "11 runs (10 ok, 1 out of memory)",
         "tesla3",
         "2.13.0",
         "0123456789ab",
