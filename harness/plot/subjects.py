@@ -18,7 +18,13 @@ from harness.measure.derive.settings import BETWEEN_STEPS, UNTELLING, is_off, te
 from harness.measure.statistics import Summary
 from harness.plot.catalog import batch_of
 from harness.plot.numbers import RunNumbers
-from harness.units import format_bandwidth, format_bytes, format_count, format_duration, format_flops
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+)
 
 # Settings that change no step, or only the values that it computes.
 _WITHOUT_EFFECT = BETWEEN_STEPS.union(UNTELLING, ("seed", "data_dir", "warm_up"))
