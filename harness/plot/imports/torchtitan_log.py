@@ -167,10 +167,13 @@ def _configuration(log: Log, n_seen: int) -> tuple[dict[str, Any], int]:
     known: dict[str, Any] = {}
     if model := _MODEL.search(log.text):
         known["model"] = f"{model[1]} {model[2]}"
-    if len(sizes) > 1:
+    applied = _DATA_PARALLEL.search(log.text)
+    if len(sizes) > 1 or (sizes and not applied):
         known["strategy"] = ",".join(map("{}={}".format, names, sizes))
-    elif applied := _DATA_PARALLEL.search(log.text):
+    elif applied:
         known["strategy"] = applied[1].lower()
+    elif n_ranks == 1:
+        known["strategy"] = "single"
     batches = {"global_batch": of_all, "batch_per_device": local, "accumulation": accumulated}
     return log.config(n_ranks, dataset="", sequence_length=n_tokens, **batches, **known), n_ranks
 

@@ -43,6 +43,25 @@ def steps_of(run):
     return [r for r in run.ranks[0] if isinstance(r, Span)]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "applied", "batch", "strategy"),
+    [
+        ("1-D device mesh with ['tp'], [2]", "Applied Tensor Parallelism", 8, "tp=2"),
+        ("1-D device mesh with ['dp_shard'], [2]", "Applied FSDP to the model", 16, "fsdp"),
+        ("0-D device mesh with [], []", "Applied compile", 8, "single"),
+    ],
+)
+def test_the_strategy_is_what_the_log_says_was_applied(tmp_path, mesh, applied, batch, strategy):
+    trainer = (
+        f"Trainer is initialized with local batch size 8, global batch size {batch}, gradient "
+        "accumulation steps 1, sequence length 128, total steps 30 (warmup 2)"
+    )
+    set_up = [f"Building {mesh}", *SET_UP[1:3], applied, trainer]
+    lines = metrics(1, "02,000"), metrics(10, "06,500")
+    (run,), _ = imported(tmp_path, log(*lines, set_up=set_up))
+    assert run.header.config["strategy"] == strategy
+
+
 def test_lines_become_steps_and_the_header_has_what_the_log_names(tmp_path):
     lines = metrics(1, "02,000"), metrics(10, "06,500", "6.25"), metrics(20, "11,500", "\x1b[0m5.0")
     (run,), problems = imported(tmp_path, log(*lines, *lines))
