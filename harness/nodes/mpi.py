@@ -17,6 +17,7 @@ from harness.nodes.facts import Facts
 from harness.nodes.ssh import remote_text
 
 _HELLO = "@harness:hello "
+_TIME_OVER = "time limit for job execution has been reached"
 _N_SINGLE_AT_ONCE = 8
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -138,6 +139,8 @@ async def _run(command: Sequence[str], hosts: tuple[str, ...], timeout_s: float)
     if done.returncode == 0 and names:
         return Hello(hosts=hosts, names=names, duration_s=duration_s)
     error = explain_mpirun(done.stderr) or f"mpirun ended with status {done.returncode}"
+    if _TIME_OVER in error:
+        error = f"no end within {timeout_s:.0f} s"
     return Hello(hosts=hosts, error=error, duration_s=duration_s)
 
 

@@ -347,6 +347,15 @@ def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts):
     )
 
 
+def test_a_job_that_fails_on_no_host_alone_is_one_finding_whose_remedy_communicates(hosts):
+    cluster = hosts(2)
+    hello = Hello(hosts=("n0", "n1"), error="no end within 60 s")
+    (one,), (other,) = (cluster.judge("mpi", k, hello=hello) for k in (0, 1))
+    assert (one.detail, one.remedy) == (other.detail, other.remedy)
+    assert "TCP ports" in one.remedy
+    assert "-m mpi4py.bench helloworld" in one.remedy
+
+
 def test_a_wrong_sum_is_critical_there_and_a_warning_elsewhere(hosts):
     reduction = Reduction(
         hosts=("n0", "n1"), backend="gloo", errors={"n1": "the sum is wrong"}, left_out={}

@@ -68,6 +68,13 @@ def test_a_job_that_no_network_helps_names_its_culprits(tmp_path):
     assert (hello.names, hello.network, hello.culprits) == ((), "", {"a": "no"})
 
 
+def test_a_job_that_mpirun_ends_at_the_time_limit_says_so(tmp_path):
+    said = "The user-provided time limit for job execution has been reached:"
+    program = write_program(tmp_path / "mpirun", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    hello = hello_over_two(str(program))
+    assert (hello.error, hello.culprits["a"]) == ("no end within 9 s", "no end within 4 s")
+
+
 def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path):
     for path in ("br-1/bridge", "br-1/lower_veth0", "br0/bridge", "br0/lower_eth0/device"):
         (tmp_path / path).mkdir(parents=True)

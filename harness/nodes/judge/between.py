@@ -46,7 +46,7 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
 
 def _excluded(report: HostReport, survey: Survey) -> list[Judgement]:
     if not report.probe.is_complete:
-        return unknown("left out: its probe hung", "see login")
+        return unknown("left out: its probe did not end", "see login")
     if report.name in survey.late:
         return unknown(
             f"answered after {report.probe.duration_s:.1f} s, too late to take part",
@@ -122,8 +122,13 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Judgement]:
         culprits = ", ".join(hello.culprits)
         return unknown(f"one rank starts, but the whole job fails on {culprits}", "see there")
     if hello.error:
-        command = f"mpirun -np {len(hello.hosts)} --host {','.join(hello.hosts)} hostname"
-        return critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)
+        where = f"--map-by node --hostfile {survey.order.hostfile}"
+        program = f"{survey.order.env_dir}/bin/python -m mpi4py.bench helloworld"
+        return critical(
+            f"the job over {len(hello.hosts)} hosts fails: {hello.error}",
+            "open all TCP ports between the hosts (ranks listen from 1024 on); then try "
+            f"mpirun -np {len(hello.hosts)} {where} {program}",
+        )
     return _judge_slots(report, survey) + _judge_names(report, survey)
 
 
