@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,18 @@ def class_names(data_dir: Path) -> list[str]:
     return names
 
 
+def _load(path: str) -> Any:
+    """Read an image as RGB.
+
+    Raises:
+        ValueError: it has integers of 16 or 32 bits or floats, which PIL would clip to 8 bits.
+    """
+    with import_module("PIL.Image").open(path) as image:
+        if image.mode[0] in "IF":
+            raise ValueError(f"mode {image.mode} has over 8 bits a channel, which RGB would clip")
+        return image.convert("RGB")
+
+
 def open_folder(data_dir: Path, image_size: int) -> ImageData:
     """Open a folder of images by class, resized and center-cropped to squares.
 
@@ -128,7 +141,8 @@ def open_folder(data_dir: Path, image_size: int) -> ImageData:
     to_square = transforms.Resize(image_size), transforms.CenterCrop(image_size)
     steps = transforms.Compose([*to_square, *_to_tensor(transforms)])
     try:
-        return ImageData(import_torchvision("datasets").ImageFolder(str(data_dir), steps))
+        folder = import_torchvision("datasets").ImageFolder(str(data_dir), steps, loader=_load)
+        return ImageData(folder)
     except FileNotFoundError as error:
         raise DataError(
             f"--data-dir {data_dir}: {error}; it should hold {FOLDER_LAYOUT}"

@@ -214,6 +214,19 @@ def test_a_folder_of_images_is_read(tmp_path):
         first_batch("imagefolder", tmp_path, IMAGES)
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
+def test_an_image_is_read_in_each_mode_that_rgb_does_not_clip(tmp_path, mode):
+    from PIL import Image
+
+    (tmp_path / "cat").mkdir()
+    Image.new(mode, (32, 32), 1).save(tmp_path / "cat" / "1.tif")
+    if mode[0] in "IF":
+        with pytest.raises(DataError, match=rf"cat/1\.tif .*mode {mode}.* over 8 bits a channel"):
+            first_batch("imagefolder", tmp_path, IMAGES)
+    else:
+        assert first_batch("imagefolder", tmp_path, IMAGES)[0] == 1
+
+
 SMALL_DLRM = DlrmOptions(bottom_mlp=(3, 2), top_mlp=(6, 1), table_rows=(4, 5))
 
 
