@@ -204,7 +204,7 @@ def parse_routes(lines: Iterable[str]) -> tuple[PeerRoute, ...]:
 
 
 def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
-    """The output of versions.py, or the last line of its error."""
+    """The output of versions.py, or the last line that names its error."""
     if not section.lines:
         return None, ""
     try:
@@ -216,7 +216,8 @@ def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
             harness_hash=answer["harness_hash"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, "no answer in time" if section.returncode == 124 else section.lines[-1]
+        errors = [line for line in section.lines if "rror: " in line] or section.lines
+        return None, "no answer in time" if section.returncode == 124 else errors[-1]
     return facts, ""
 
 

@@ -6,6 +6,7 @@ from harness.nodes.parse import (
     parse_facts,
     parse_limits,
     parse_mpi,
+    parse_python,
     parse_routes,
     split_sections,
 )
@@ -154,3 +155,15 @@ def test_routes_of_iproute2_and_busybox_are_read():
 )
 def test_mpi_implementations_are_told_apart(text, name):
     assert parse_mpi(split_sections(f"@harness:mpirun\n{text}")["mpirun"]) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ImportError: no bz2\n\n  <no Python frame>\n@rc=1", "ImportError: no bz2"),
+        ("Killed\n@rc=137", "Killed"),
+        ("@rc=0", ""),
+    ],
+)
+def test_a_python_that_fails_is_explained_by_its_error(text, error):
+    assert parse_python(split_sections(f"@harness:versions\n{text}")["versions"]) == (None, error)
