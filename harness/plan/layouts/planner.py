@@ -25,6 +25,7 @@ from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.layouts.group import Group, GroupCosts
+from harness.plan.layouts.judging import judged
 from harness.plan.layouts.links import NodeLinks, replicas_in_node, transfer_seconds
 from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
@@ -35,6 +36,7 @@ from harness.plan.simulate.sharded_state import (
     may_shard_for_speed,
     useful_states,
 )
+from harness.plan.simulate.simulator import Simulator
 from harness.units import format_bytes
 
 _MOST_RUNNERS_UP = 8
@@ -77,8 +79,9 @@ def plan(request: PlanRequest) -> PlanResult:
         return choice.memory_bytes > limit, choice.step_s, choice.name
 
     found.sort(key=rank)
-    if request.shards_for_speed:
-        found = sorted([*found, *search.sharded(found)], key=rank)
+    may_shard = request.shards_for_speed and request.shard_state is None
+    may_shard = may_shard and may_shard_for_speed(graph, search.options)
+    state: ShardState | None = "optimizer" if may_shard else None
     if found[0].memory_bytes > limit:
         least = min(choice.memory_bytes for choice in found)
         raise PlanError(
@@ -86,7 +89,16 @@ def plan(request: PlanRequest) -> PlanResult:
             f"{format_bytes(least)} on a device, which has {format_bytes(float(limit))}: add "
             "devices or memory, or lower the batch"
         )
-    return _result(request, search, found, limit)
+    simulator = Simulator(
+        graph,
+        profile,
+        request.cluster,
+        options=options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
+        memory_bytes=limit,
+    )
+    fitting = [one for one in found if one.memory_bytes <= limit]
+    best = judged(fitting, simulator, search.strategy, state)
+    return _result(request, search, sorted(best, key=rank) or found, limit)
 
 
 class LayoutSearch:
@@ -256,6 +268,7 @@ class LayoutSearch:
             self.cluster,
             self.batch,
             n_microbatches=choice.n_microbatches,
+            schedule=choice.schedule,
         )
         if choice.segments:
             strategy = with_recomputation(strategy, self.graph, choice.segments)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness.domain.schedule import ScheduleName
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.group import (
@@ -44,12 +45,14 @@ class Choice:
     shard_state: ShardState
     step_s: float
     memory_bytes: int
+    schedule: ScheduleName = "1f1b"
 
     @property
     def name(self) -> str:
         name = f"{self.layout.name}, {format_count(self.n_microbatches, 'microbatch')}"
         name += ", recomputed" if self.segments else ""
         name += " in segments" if self.segments > 1 else ""
+        name += "" if self.schedule == "1f1b" else f", {self.schedule}"
         return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"
 
 
