@@ -1,7 +1,8 @@
 """The layouts with the best prices once more by the simulator, on clusters that suit it.
 
 A price leaves out how transfers get out of step over a shared NIC, and knows 1F1B alone. So the
-best flows of each of the best degrees are simulated under several schedules.
+best flows of each of the best degrees are simulated with all their cuts, and the fastest of these
+under other schedules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from harness.domain.schedule import SCHEDULES
-from harness.domain.shard_state import ShardState, shards_parameters
+from harness.domain.shard_state import shards_parameters
 from harness.domain.strategy import Strategy
 from harness.plan.layouts.pricing import Choice
 from harness.plan.search.pipelines import schedules_for
@@ -19,50 +20,77 @@ from harness.plan.simulate.simulator import Simulator
 
 FLOWS_EACH = 3  # of equal degrees
 MOST_TIMES_BEST = 2.0  # the best price; prices err by less
-MOST_WORK = 3e7  # passes of operators on devices in all simulations: some seconds
+MOST_DEVICES = 64
+MOST_WORK = 5e7  # passes of operators on pairs of devices in all simulations: some seconds
 
 
 def judged(
     ranked: Sequence[Choice],
     simulator: Simulator,
     strategy_of: Callable[[Choice], Strategy],
-    state: ShardState | None,
+    *,
+    may_shard: bool,
 ) -> list[Choice]:
-    """Choices that fit, with the step and the memory of their simulation.
+    """Choices that fit, with the step and the memory of their simulation, fastest first.
 
     Args:
         ranked: that fit by their price, cheapest first.
-        state: that is also tried in place of none, and kept if it gains enough.
+        may_shard: the optimizer's state of the fastest is also sharded, if that gains enough.
     """
-    found: list[Choice] = []
+    plain: list[Choice] = []
+    sharded: list[Choice] = []
     left = MOST_WORK
-    for choice in _promising(ranked, state):
-        left -= len(simulator.placed) * choice.layout.n_devices * choice.n_microbatches
-        if left < 0:
-            break
-        simulation = simulator.simulate(strategy_of(choice))
-        if simulation.fits:
-            memory = max(simulation.memory_bytes.values())
-            found.append(replace(choice, step_s=simulation.step_s, memory_bytes=memory))
-    plain_s = [one.step_s for one in found if one.shard_state == "none"]
-    most_s = min(plain_s, default=float("inf")) / SHARDING_GAIN
-    return [one for one in found if one.shard_state != state or one.step_s <= most_s]
+
+    def judge(choices: Sequence[Choice]) -> list[Choice]:
+        nonlocal left
+        fitting = []
+        for choice in choices:
+            left -= len(simulator.placed) * choice.layout.n_devices**2 * choice.n_microbatches
+            if left < 0:
+                break
+            simulation = simulator.simulate(strategy_of(choice))
+            if simulation.fits:
+                memory = max(simulation.memory_bytes.values())
+                fitting.append(replace(choice, step_s=simulation.step_s, memory_bytes=memory))
+        return fitting
+
+    for flows in _promising(ranked):
+        fitting = judge(flows)
+        fitting += judge([one for best in _fastest(fitting) for one in _scheduled(best)])
+        plain += fitting
+        for best in _fastest(fitting) if may_shard else ():
+            if best.shard_state == "none" and best.layout.dp > 1:
+                sharded += judge([replace(best, shard_state="optimizer")])
+    if plain:
+        most_s = min(one.step_s for one in plain) / SHARDING_GAIN
+        plain += [one for one in sharded if one.step_s <= most_s]
+    return sorted(plain, key=lambda one: (one.step_s, one.name))
 
 
-def _promising(ranked: Sequence[Choice], state: ShardState | None) -> Iterator[Choice]:
-    n_flows: dict[str, int] = {}
+def _fastest(choices: Sequence[Choice]) -> list[Choice]:
+    return sorted(choices, key=lambda one: one.step_s)[:1]
+
+
+def _promising(ranked: Sequence[Choice]) -> Iterator[list[Choice]]:
+    """By degrees: the best flows, each with all its cuts."""
+    flows: dict[str, dict[str, list[Choice]]] = {}
     for choice in ranked:
-        name = choice.layout.name
-        n_flows[name] = n_flows.get(name, 0) + 1
-        if choice.step_s > MOST_TIMES_BEST * ranked[0].step_s:
+        own = flows.setdefault(choice.layout.name, {})
+        own.setdefault(choice.name, []).append(choice)
+    for own in flows.values():
+        best = list(own.values())[:FLOWS_EACH]
+        if best[0][0].step_s > MOST_TIMES_BEST * ranked[0].step_s:
             return
-        if n_flows[name] > FLOWS_EACH:
-            continue
-        states = [choice.shard_state]
-        if state and choice.shard_state == "none" and choice.layout.dp > 1:
-            states.append(state)
-        schedules = schedules_for(choice.n_microbatches) if choice.layout.pp > 1 else ["1f1b"]
-        for one in states:
-            for schedule in schedules if not choice.segments else ["1f1b"]:
-                if not (shards_parameters(one) and SCHEDULES[schedule].splits_backward):
-                    yield replace(choice, shard_state=one, schedule=schedule)
+        yield [choice for flow in best for choice in flow]
+
+
+def _scheduled(choice: Choice) -> list[Choice]:
+    """Under the other schedules."""
+    if choice.layout.pp == 1:
+        return []
+    splits = not shards_parameters(choice.shard_state)
+    return [
+        replace(choice, schedule=schedule)
+        for schedule in schedules_for(choice.n_microbatches)
+        if schedule != choice.schedule and (splits or not SCHEDULES[schedule].splits_backward)
+    ]

@@ -25,7 +25,7 @@ from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.layouts.group import Group, GroupCosts
-from harness.plan.layouts.judging import judged
+from harness.plan.layouts.judging import MOST_DEVICES, judged
 from harness.plan.layouts.links import NodeLinks, replicas_in_node, transfer_seconds
 from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
@@ -79,9 +79,6 @@ def plan(request: PlanRequest) -> PlanResult:
         return choice.memory_bytes > limit, choice.step_s, choice.name
 
     found.sort(key=rank)
-    may_shard = request.shards_for_speed and request.shard_state is None
-    may_shard = may_shard and may_shard_for_speed(graph, search.options)
-    state: ShardState | None = "optimizer" if may_shard else None
     if found[0].memory_bytes > limit:
         least = min(choice.memory_bytes for choice in found)
         raise PlanError(
@@ -89,16 +86,22 @@ def plan(request: PlanRequest) -> PlanResult:
             f"{format_bytes(least)} on a device, which has {format_bytes(float(limit))}: add "
             "devices or memory, or lower the batch"
         )
-    simulator = Simulator(
-        graph,
-        profile,
-        request.cluster,
-        options=options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
-        memory_bytes=limit,
-    )
-    fitting = [one for one in found if one.memory_bytes <= limit]
-    best = judged(fitting, simulator, search.strategy, state)
-    return _result(request, search, sorted(best, key=rank) or found, limit)
+    if request.cluster.n_devices <= MOST_DEVICES:
+        simulator = Simulator(
+            graph,
+            profile,
+            request.cluster,
+            options=options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
+            memory_bytes=limit,
+        )
+        affordable = [choice for choice in found if choice.memory_bytes <= limit]
+        may_shard = request.shards_for_speed and search.may_shard_for_speed
+        best = judged(affordable, simulator, search.strategy, may_shard=may_shard)
+        if best:
+            return _result(request, search, [*best, *found], limit)
+    if request.shards_for_speed:
+        found = sorted([*found, *search.sharded(found)], key=rank)
+    return _result(request, search, found, limit)
 
 
 class LayoutSearch:
@@ -141,10 +144,15 @@ class LayoutSearch:
                 if pp <= len(self._placed) and self.batch % dp == 0:
                     yield from self._of_degrees(ParallelLayout(tp=tp, dp=dp, pp=pp))
 
+    @property
+    def may_shard_for_speed(self) -> bool:
+        """Whether a sharded optimizer's state may be tried where memory does not need it."""
+        return self.shard_state is None and may_shard_for_speed(self.graph, self.options)
+
     def sharded(self, ranked: Sequence[Choice]) -> list[Choice]:
         """The first layouts with the optimizer's state sharded, if no state was asked for: those
         that gain enough on the first."""
-        if self.shard_state is not None or not may_shard_for_speed(self.graph, self.options):
+        if not self.may_shard_for_speed:
             return []
         plain = [one for one in ranked if self._fits(one) and one.shard_state == "none"]
         found = [
@@ -161,10 +169,12 @@ class LayoutSearch:
         return min(self._price(alone, self.batch // n, 0, "none").step_s for n in sizes)
 
     def _sizes(self, own: int) -> list[int]:
-        """Microbatches of a replica: powers of two, or all where an operator needs them."""
+        """Samples of a replica's microbatch: powers of two, and what makes as many of them; all
+        where an operator needs them."""
         if self.graph.mixing_operator() is not None:
             return [own]
-        return [2**k for k in range(own.bit_length()) if own % 2**k == 0]
+        powers = [2**k for k in range(own.bit_length()) if own % 2**k == 0]
+        return sorted({*powers, *(own // n for n in powers)})
 
     def _costs(self, tp: int, samples: int) -> GroupCosts:
         if tp not in self._groups:
@@ -231,17 +241,20 @@ class LayoutSearch:
     def _cut(
         self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool
     ) -> list[ParallelLayout]:
-        """With stages equal in computing, and with those equal in computing and transfers."""
+        """With stages equal in computing, and with those equal in computing and transfers, which
+        have a NIC to themselves or share it."""
         key = (layout.tp, layout.pp, samples, recompute)
         if key not in self._stages:
             again_s = costs.again_s * (costs.returns * recompute)
             seconds = costs.forward_s + again_s + costs.backward_s
             far = layout.n_devices > self.links.n_each
             sent_s, latency_s = transfer_seconds(layout, costs.crossing_bytes, self.links, far)
-            crossing_s = sent_s.sum(axis=0) + 2 * latency_s
+            sent_s = sent_s.sum(axis=0)
+            # Replicas that share a NIC get out of step, and then have nearly all of it in turn.
+            n_flows = min(layout.tp * layout.dp, self.links.n_each) if far else 1
             found = [
                 balance([seconds.tolist()] * layout.pp, layout.pp, each_s.tolist()).ends[:-1]
-                for each_s in (crossing_s * 0, crossing_s)
+                for each_s in (0 * sent_s, *(sent_s / n + 2 * latency_s for n in (n_flows, 1)))
             ]
             self._stages[key] = list(dict.fromkeys(found))
         return [replace(layout, cuts=cuts) for cuts in self._stages[key]]

@@ -290,8 +290,32 @@ def test_values_of_16_bits_travel_as_such():
     where = Cluster.uniform(1, 4, inside_bytes_per_s=2e7, memory_bytes=10**9)
     found = run("layouts", PlanRequest(cluster=where, graph=graph, profile=profile))
     options = SimulatorOptions(wire_bytes_per_fp32_byte=0.5)
-    choices = LayoutSearch(graph, profile, where, BATCH, options).choices()
-    assert found.predicted_step_s == min(choice.step_s for choice in choices)
+    search = LayoutSearch(graph, profile, where, BATCH, options)
+    simulator = Simulator(graph, profile, where, options=options)
+    assert found.predicted_step_s == simulator.step_s(found.strategy)
+    best = min(search.choices(), key=lambda choice: choice.step_s)
+    assert best.step_s == pytest.approx(simulator.step_s(search.strategy(best)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inside", "between"), [(16, 8e9, 2e8), (24, 8e9, 2e8), (16, 2e7, 2e7), (16, 8e9, 2e7)]
+)
+def test_no_priced_layout_under_any_schedule_is_faster_by_the_simulator(batch, inside, between):
+    graph, profile = chain(batch)
+    where = Cluster.uniform(
+        2, 2, inside_bytes_per_s=inside, between_bytes_per_s=between, memory_bytes=10**9
+    )
+    search, simulator = LayoutSearch(graph, profile, where, batch), Simulator(graph, profile, where)
+    choices = list(search.choices())
+    assert 2 in {choice.n_microbatches for choice in choices if choice.layout.dp == 1}
+    found = run("layouts", PlanRequest(cluster=where, graph=graph, profile=profile))
+    assert found.predicted_step_s == simulator.step_s(found.strategy)
+    steps = [
+        simulator.step_s(replace(search.strategy(choice), schedule=schedule))
+        for choice in choices
+        for schedule in (["1f1b"] if choice.layout.pp == 1 else ["1f1b", "gpipe", "zero_bubble"])
+    ]
+    assert found.predicted_step_s <= min(steps)
 
 
 def test_layouts_have_the_time_of_the_optimizer():
