@@ -138,6 +138,8 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert refusals["metric"].startswith("metric 'all' of outputs (")
         assert refusals["metric"].endswith("return one number, the sum over its samples")
         assert refusals["loss"].startswith("a metric is named 'loss', as the loss is")
+        assert refusals["unlike metrics"].startswith("rank 1 has the metrics ['normaliser', 'acc")
+        assert refusals["listed metrics"] == "metrics is a list: give a dict of functions by name"
         assert refusals["warns"] == str(rank == 0)
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]

@@ -76,6 +76,7 @@ def count_right(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def sum_normalisers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     assert labels.shape == logits.shape[:-1]
+    labels.fill_(0)  # which the loss must not read
     return logits.logsumexp(-1).sum()
 
 
@@ -172,6 +173,10 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     results = second.state_dict(), second.averaged_state_dict(), evaluation
     refusals["metric"] = _refused(lambda: second.evaluate(data, metrics={"all": lambda x, _: x}))
     refusals["loss"] = _refused(lambda: second.evaluate(data, metrics={"loss": count_right}))
+    reordered = METRICS if rank != 1 else dict(reversed(METRICS.items()))
+    refusals["unlike metrics"] = _refused(lambda: second.evaluate(data, metrics=reordered))
+    listed: Any = [count_right]
+    refusals["listed metrics"] = _refused(lambda: second.evaluate(data, metrics=listed))
     batch = next(second.batches(data))
     if rank == 1:
         blocked.unlink()

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.errors import ConfigError
 from harness.runtime.data import count_targets, load_batches
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import PaddedData
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import gather_numbers, raise_on_all_ranks
+from harness.runtime.ranks.gather import gather_numbers, gather_objects, raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
 if TYPE_CHECKING:
@@ -38,18 +39,24 @@ def evaluate_held_out(
         is_mixing: the model mixes samples, so those after the last whole batch are left out.
 
     Raises:
-        ConfigError: on every rank, if a metric fails.
+        ConfigError: on every rank, if a metric fails, or if ranks have unlike metrics.
     """
+    sums = engine.metric_sums
+    raise_on_all_ranks(lambda: sums.start(metrics), world)
+    for rank, names in enumerate(found := gather_objects(world, [*metrics])):
+        if names != found[0]:
+            raise ConfigError(
+                f"rank {rank} has the metrics {names}, rank 0 has {found[0]}: give all ranks the "
+                "same, in the same order"
+            )
     batch = engine.plan.strategy.batch
     n_samples = len(data) - (len(data) % batch if is_mixing else 0)
     padded = PaddedData(data, n_samples, batch)
     plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(tuple(engine.samples),))
     totals = torch.zeros(1 + len(metrics), dtype=torch.float64, device=world.device)
-    sums = engine.metric_sums
-    sums.start(metrics)
     with torch.random.fork_rng(devices=[]):  # a loader draws from it
-        found = load_batches(padded, plan, 0, n_workers=n_workers, device=world.device)
-        for at, one in zip(range(0, len(padded), batch), found, strict=False):
+        batches = load_batches(padded, plan, 0, n_workers=n_workers, device=world.device)
+        for at, one in zip(range(0, len(padded), batch), batches, strict=False):
             n_counted = batch if at < n_samples else -padded.n_filled
             loss = engine.evaluate(one).to(totals) * batch
             totals += torch.stack([loss, *(x.to(totals) for x in sums.take())]) * n_counted / batch

@@ -48,8 +48,11 @@ class MetricSums:
 
         Raises:
             ModelError: the model returns nothing but its loss.
-            ConfigError: a metric has the name of the loss.
+            ConfigError: the metrics are no dict, or one has the name of the loss.
         """
+        if not isinstance(metrics, Mapping):
+            given = type(metrics).__name__
+            raise ConfigError(f"metrics is a {given}: give a dict of functions by name")
         if metrics and isinstance(self._task, BatchLossTask):
             raise ModelError(
                 f"{self._task.model._get_name()} computes the loss of the whole batch itself "
@@ -83,7 +86,8 @@ class MetricSums:
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the metrics of some samples."""
-        read = self._task.for_metrics(outputs, targets) if self.metrics else ()
+        # A copy, because a metric may write labels, which others and the loss read.
+        read = self._task.for_metrics(outputs, targets.clone()) if self.metrics else ()
         for at, (name, metric) in enumerate(self.metrics.items()):
             try:
                 found = torch.as_tensor(metric(*read)).to(torch.float64)
