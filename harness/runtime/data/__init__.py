@@ -112,17 +112,19 @@ OpenText = Callable[[Path, Vocabulary, Task], MemoryData]
 
 
 def _text(
-    head: HeadName, open_text: OpenText, find: Callable[[Path], Path | list[Path]], **more: Any
+    head: HeadName, open_text: OpenText, find: Callable[[Path], list[Path]], **more: Any
 ) -> DataEntry:
     def check(options: DataOptions) -> None:
-        found, held_out = find(options.data_dir), options.held_out_dir
-        trained = found if isinstance(found, list) else [found]
-        if held_out is not None and held_out.resolve() in map(Path.resolve, trained):
-            raise DataError(
-                f"--held-out-dir {held_out} is among the files of --data-dir {options.data_dir}: "
-                "move it to another directory, because it would be trained by"
-            )
-        options.read_vocabulary().tokenizer()
+        vocabulary, held_out = options.read_vocabulary(), options.held_out_dir
+        vocabulary.tokenizer()
+        trained = {path.resolve() for path in find(options.data_dir)} - {vocabulary.path.resolve()}
+        for path in find(held_out) if held_out is not None else ():
+            if path.resolve() in trained:
+                raise DataError(
+                    f"{path} of --held-out-dir is among the files of --data-dir "
+                    f"{options.data_dir}: move it to another directory, because it would be "
+                    "trained by"
+                )
 
     def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
         vocabulary = options.read_vocabulary()

@@ -188,7 +188,7 @@ def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData
     rows: list[list[int]] = []
     segments: list[list[int]] = []
     spans: list[tuple[int, int]] = []
-    for context, question, place in _read(squad_file(data_dir)):
+    for context, question, place in _read(*squad_file(data_dir)):
         asked = plain.encode(question.question, add_special_tokens=False)
         cut = asked.offsets[longest - 1][1] if len(asked.ids) > longest else None
         found = tokenizer.encode(question.question[:cut], context)
@@ -231,7 +231,7 @@ def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
         DataError: the file is missing or malformed, or the model takes other inputs.
     """
     length = check_inputs("sst2", task, (("tokens", "segments"), ("tokens",)), "class")
-    sentences, labels = _read_sentences(sst2_file(data_dir))
+    sentences, labels = _read_sentences(*sst2_file(data_dir))
     tokenizer = vocabulary.tokenizer()
     tokenizer.enable_truncation(length)
     tokens = padded([found.ids for found in tokenizer.encode_batch(sentences)], length)

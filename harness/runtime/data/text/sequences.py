@@ -93,17 +93,17 @@ def read_text(path: Path, kind: str) -> str:
     return decode_text(data, f"{kind} {path}", DataError)
 
 
-def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
+def find_file(data_dir: Path, names: Sequence[str], kind: str) -> list[Path]:
     """The file itself if a flag names one, else the first of `names` in the directory.
 
     Raises:
         DataError: there is none.
     """
     if data_dir.is_file():
-        return data_dir
+        return [data_dir]
     for name in names:
         if (data_dir / name).is_file():
-            return data_dir / name
+            return [data_dir / name]
     raise DataError(f"--data-dir {data_dir} holds no {' or '.join(names)}: it should hold {kind}")
 
 
