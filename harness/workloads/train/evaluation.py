@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -57,6 +58,7 @@ class Evaluation:
         self._is_averaging = case.ema is not None
         if self._has_slices:
             task = dataclasses.replace(task, model=nn.Identity())
+            gc.collect()  # the graph of the model refers to itself
         self._task = task
         self._model = task.model.to(self._world.device).eval()
         self._precision = Precision(case.dtype, self._world.device)
@@ -126,13 +128,9 @@ def count_right(logits: Tensor, classes: Tensor) -> Tensor:
 def has_equal_slices(case: TrainCase, task: Task) -> bool:
     """Whether the executor's slices compute in evaluation mode what the whole model does.
 
-    They do not if they have running statistics of their own, or if outputs of layers are cached. No
-    slices are of averages.
+    They do not if samples are mixed or outputs of layers are cached. No slices are of averages.
     """
     if case.is_asynchronous or case.cache != "off" or case.ema is not None:
         return False
     captured = capture(task, case.batch, case.model)
-    kinds = {operator.kind for operator in captured.graph.operators}
-    is_local = case.batch_norm == "local" and "batch_norm" in kinds
-    is_mixing = captured.graph.mixing_operator() is not None
-    return not (is_local or is_mixing) and evaluates_alike(task, captured)
+    return captured.graph.mixing_operator() is None and evaluates_alike(task, captured)
