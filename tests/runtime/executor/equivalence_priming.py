@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, MemoryData
+from harness.runtime.executor.run.held_out import evaluate_held_out
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
 
@@ -86,6 +87,18 @@ def evaluated(case: Case, world: World) -> list[float]:
         found += [loss, *map(float, engine.metric_sums.take())]
         engine.metric_sums.check()
     return [*found, sum(n_muted)]
+
+
+def evaluated_by_both(case: Case, world: World) -> tuple[float, float]:
+    """The mean loss of some samples after a step, by the engine and by the model of its state."""
+    task, engine = case.make_task(), make_engine(case, world)
+    train_step(engine, case, 0)
+    samples = part_of(case.batch(task, 1), range(case.strategy.batch - 3))
+    data = MemoryData(samples.inputs, samples.targets)
+    found = evaluate_held_out(engine, task, data, {}, world)["loss"]
+    task.model.load_state_dict(engine.model_state())
+    outputs = task.model.eval()(*samples.inputs)
+    return found, float(task.sum_loss(outputs, samples.targets)) / len(data)
 
 
 def _count_samples(outputs: Tensor, labels: Tensor) -> int:

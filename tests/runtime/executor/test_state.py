@@ -9,6 +9,7 @@ from equivalence_check import reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_exchanges import sharded
 from equivalence_named import make_case
+from equivalence_priming import evaluated_by_both
 from equivalence_ranks import local_world
 from equivalence_reference import Trace, plain_optimizer
 from equivalence_training import (
@@ -49,6 +50,12 @@ def assert_uninterrupted(found, move, ranks):
     wanted = reference(move.case, ranks)
     wanted = Trace(losses=wanted.losses, gradients=wanted.gradients[-1:], state=wanted.state)
     assert first_beyond(found, wanted, FLOAT64_TOLERANCES[move.case.optimizer]) is None
+
+
+def test_an_evaluation_has_the_running_statistics_of_the_state(ranks):
+    case = make_case("branchy", "ddp", batch_norm="local")
+    for found, wanted in ranks.run(case.n_ranks, evaluated_by_both, case):
+        assert found == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(

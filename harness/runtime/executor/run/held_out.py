@@ -54,7 +54,9 @@ def evaluate_held_out(
     padded = PaddedData(data, n_samples, batch)
     plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(tuple(engine.samples),))
     totals = torch.zeros(1 + len(metrics), dtype=torch.float64, device=world.device)
-    with torch.random.fork_rng(devices=[]):  # a loader draws from it
+    engine.flush()
+    agreeing = engine.held_state().gatherer.agreeing_buffers()
+    with agreeing, torch.random.fork_rng(devices=[]):  # a loader draws from it
         batches = load_batches(padded, plan, 0, n_workers=n_workers, device=world.device)
         for at, one in zip(range(0, len(padded), batch), batches, strict=False):
             n_counted = batch if at < n_samples else -padded.n_filled

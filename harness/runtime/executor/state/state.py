@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,21 @@ class StateGatherer:
         agreed = {} if is_of_replica or self.averages is None else self.averages.average.whole()
         held = self._owners.held(self._weights).items()
         return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
+
+    @contextmanager
+    def agreeing_buffers(self) -> Iterator[None]:
+        """Let this rank's buffers, such as statistics of its own samples, be those of
+        `model_state`; all ranks must call it."""
+        held = self._model_parts(is_of_replica=True).items()
+        parts = {p: x for p, x in held if self._model_name(p) not in self.numbers}
+        own, whole = {p: x.clone() for p, x in parts.items()}, self.whole(parts)
+        for piece, buffer in parts.items():
+            buffer.copy_(piece.take(whole[self._model_name(piece)]))
+        try:
+            yield
+        finally:
+            for piece, buffer in parts.items():
+                buffer.copy_(own[piece])
 
     def _optimizer_parts(self, optimizer: Optimizer) -> Iterator[StatePart]:
         for piece, parameter in self._owners.own.items():
