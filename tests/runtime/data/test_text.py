@@ -112,10 +112,10 @@ def test_held_out_text_is_that_of_another_file(tmp_path):
     data = open_held_out("text", replace(given, held_out_dir=held_out), task, 2)
     assert data[0].inputs[0][0, :3].tolist() == numbers("mat sat .")
     DATA["text"].check(replace(given, held_out_dir=held_out.parent))
-    alone = replace(given, data_dir=tmp_path / "a.txt")
-    for both in (replace(given, held_out_dir=alone.data_dir), replace(alone, held_out_dir=tmp_path)):
-        with pytest.raises(DataError, match=r"a.txt of --held-out-dir is among the files of --data"):
-            DATA["text"].check(both)
+    file = tmp_path / "a.txt"
+    for trained, other in ((tmp_path, file), (file, tmp_path)):
+        with pytest.raises(DataError, match=r"a.txt of --held-out-dir is among the files of --da"):
+            DATA["text"].check(replace(given, data_dir=trained, held_out_dir=other))
     with pytest.raises(DataError, match=r"^--held-out-dir is --data-dir .*: give data of its own"):
         open_held_out("text", replace(given, held_out_dir=tmp_path), task, 2)
     held_out.write_text("")
