@@ -16,7 +16,7 @@ from harness.inputs import CommandParser, one_line, parse_flags
 from harness.measure.places import make_directory
 
 if TYPE_CHECKING:
-    from harness.plot.catalog import Catalog
+    from harness.measure.store import Problem
     from harness.plot.headlines import Answer
     from harness.plot.render import Rendered
 
@@ -133,7 +133,7 @@ def _plot(args: argparse.Namespace) -> int:
         )
     make_directory("--output", args.output)
     drawn, left_out = without_samples(found)
-    catalog = read_catalog(drawn, [*problems, *left_out], validations)
+    catalog = read_catalog(drawn, problems, validations)
     timings.end("records")
     rendered = render(catalog, names, args.output, args.format, timings)
     report = args.output / "report.html"
@@ -145,10 +145,11 @@ def _plot(args: argparse.Namespace) -> int:
     if args.timings:
         for name, seconds in timings.seconds.items():
             print(f"{name}: {seconds:.2f} s", file=sys.stderr)
-    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in catalog.skipped])
+    skipped = [*left_out, *catalog.skipped]
+    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in skipped])
     _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
     if args.json:
-        _print_json(report, catalog, rendered, answered, doubts)
+        _print_json(report, skipped, rendered, answered, doubts)
     else:
         _print_drawn(report, rendered, answered)
     return FAILED if rendered.failed else 0
@@ -156,7 +157,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 def _print_json(
     report: Path,
-    catalog: Catalog,
+    skipped: Sequence[Problem],
     rendered: Rendered,
     answered: Sequence[Answer],
     doubts: Mapping[str, Sequence[str]],
@@ -178,7 +179,7 @@ def _print_json(
         "files": [str(file) for d in rendered.drawn for file in d.files],
         "missing": rendered.missing,
         "failed": rendered.failed,
-        "skipped": [(str(path), reason) for path, reason in catalog.skipped],
+        "skipped": [(str(path), reason) for path, reason in skipped],
         "tables": {
             d.figure.name: json.loads(d.table.to_json(orient="records")) for d in rendered.drawn
         },

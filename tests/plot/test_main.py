@@ -178,8 +178,10 @@ def test_samples_of_the_repository_do_not_stand_beside_own_runs(comparison, tmp_
     shutil.copytree(comparison / "pipeline", tmp_path / "results" / "pipeline")
     arguments = (tmp_path / "results", "--output", tmp_path, "--only", "throughput", "--json")
     assert plot(*arguments) == 0
-    rows = json.loads(capsys.readouterr().out)["tables"]["throughput"]
-    assert [row["strategy"] for row in rows] == ["pipeline"]
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in printed["tables"]["throughput"]] == ["pipeline"]
+    assert [Path(path).name for path, _ in printed["skipped"]] == ["sample-*"]
+    assert "Files and lines that" not in (tmp_path / "report.html").read_text()  # no warning
 
 
 def test_hostile_names_stay_text(tmp_path):
