@@ -22,6 +22,7 @@ from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RunHeader, device_names
 from harness.errors import VerificationError
 from harness.measure.derive.devices import matmul_table
+from harness.measure.recorder import timed_s
 from harness.measure.store import read_run
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_values, raise_on_all_ranks
@@ -66,20 +67,18 @@ class _PingPong:
 
     def trips(self, message: torch.Tensor, n: int) -> list[float]:
         """Time n round trips, in seconds; empty on the target."""
-        transport, clock = self._transport, self._transport.clock
-        durations = []
-        for _ in range(n):
-            if not self.is_source:
-                transport.receive(message, self._peer)
-                transport.send(self._ack, self._peer)
-                continue
-            start = clock.mark()
+        transport = self._transport
+
+        def go() -> None:
             transport.send(message, self._peer)
             transport.receive(self._ack, self._peer)
-            end = clock.mark()
-            clock.settle()
-            durations.append(clock.seconds_at(end) - clock.seconds_at(start))
-        return durations
+
+        if self.is_source:
+            return [timed_s(transport.clock, go) for _ in range(n)]
+        for _ in range(n):
+            transport.receive(message, self._peer)
+            transport.send(self._ack, self._peer)
+        return []
 
     def measure(self, n_bytes: int, budget: Budget, longest_s: float) -> tuple[list[float], bool]:
         """Time round trips of one size.

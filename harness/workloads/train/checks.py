@@ -208,7 +208,6 @@ def check_case(case: TrainCase) -> None:
             f"--balance speed shares the samples of ddp, not of {case.strategy}: drop it; searched "
             "and pipeline balance by the profile, and degrees take shares=2-1"
         )
-
     if case.profiler_steps and case.is_elastic:
         raise ConfigError(
             f"--profiler-steps {case.profiler_steps} is for one strategy, "
@@ -289,15 +288,9 @@ def _check_changes(config: TrainConfig) -> None:
             f"--cache {config.cache} is for fp32 and tf32, because ranks keep other dtypes than "
             f"they send with --dtype {half}: drop one of them"
         )
-    is_on = {
-        "freeze": config.freeze != "none",
-        "survive": config.survive,
-        "drift": config.drift,
-        "max-grad-norm": config.max_grad_norm is not None,
-    }
-    for name in filter(is_on.__getitem__, is_on):
+    for name in filter(config.is_set, ("freeze", "survive", "drift", "max_grad_norm")):
         if config.asynchronous:
-            raise ConfigError(f"--{name} is for synchronous training: drop --asynchronous")
+            raise ConfigError(f"{flag(name)} is for synchronous training: drop --asynchronous")
     if config.shrink == "pipetransformer" and not any(map(_may_have_stages, config.strategy)):
         raise ConfigError(
             f"--shrink pipetransformer shortens a pipeline, {' '.join(config.strategy)} has none: "

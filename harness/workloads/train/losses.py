@@ -78,8 +78,7 @@ class LossLog:
                 self._context.recorder.sample("loss", value, step=step)
                 self.values.append(value)
         self._step_s = taken_s / len(steps)
-        n_due = round(_INTERVAL_S / max(self._step_s, _INTERVAL_S / _MOST_STEPS))
-        self._n_due = max(1, n_due)
+        self._n_due = max(1, round(_INTERVAL_S / max(self._step_s, _INTERVAL_S / _MOST_STEPS)))
         self._kept, self._is_begun = [], True
         self._start_s = time.perf_counter()
 
