@@ -122,9 +122,9 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
             self._summa.c[-1, -1] += 0.1
         return duration_s
 
-    _RankPart.multiply = spoil  # type: ignore[method-assign]
     product = DistributedProduct(scaling="strong", n_ranks=2, size=64)
-    return refusal_of(measure_point, product, "fp32", [1.0, 1.0], context, 1)
+    with mock.patch.object(_RankPart, "multiply", spoil):
+        return refusal_of(measure_point, product, "fp32", [1.0, 1.0], context, 1)
 
 
 def matmul_with_little_memory(config: Any, context: Context) -> str:
@@ -168,38 +168,34 @@ def links_beside_a_cluster(configs: list[Any], context: Context) -> list[str]:
     return found
 
 
-def corrupted_pairs(config: Any, context: Context) -> str:
-    """Measure pairs where rank 1 receives a wrong element; the error's text."""
+def _disturbed_pairs(
+    disturb: Callable[[torch.Tensor], object], sizes: list[int], context: Context, longest_s: float
+) -> Any:
+    """Measure pairs where each message that has arrived at rank 1 is disturbed."""
     from harness.runtime.devices.sampling import Budget
     from harness.workloads.links.operations import TorchTransport
     from harness.workloads.links.pairs import Limits, measure_pairs
 
-    class Corrupting(TorchTransport):
+    class Disturbed(TorchTransport):
         def receive(self, data: torch.Tensor, source: int) -> None:
             super().receive(data, source)
             if self.rank == 1 and len(data) > 1:
-                data[-1] += 1
+                disturb(data)
 
-    transport = Corrupting.of(context.world, context.recorder.clock)
-    limits = Limits(budget=Budget(time_s=0.001, n_min=1, n_warm_up=1), longest_s=1.0)
-    return refusal_of(measure_pairs, [1 << 10], transport, context, limits)
+    transport = Disturbed.of(context.world, context.recorder.clock)
+    limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=longest_s)
+    return measure_pairs(sizes, transport, context, limits)
+
+
+def corrupted_pairs(config: Any, context: Context) -> str:
+    """Measure pairs where rank 1 receives a wrong element; the error's text."""
+    return refusal_of(_disturbed_pairs, lambda data: data[-1].add_(1), [1 << 10], context, 1.0)
 
 
 def slow_pairs(config: Any, context: Context) -> Any:
     """Measure pairs where messages to rank 1 take too long; times, and what was left out."""
-    from harness.runtime.devices.sampling import Budget
-    from harness.workloads.links.operations import TorchTransport
-    from harness.workloads.links.pairs import Limits, measure_pairs
-
-    class Slow(TorchTransport):
-        def receive(self, data: torch.Tensor, source: int) -> None:
-            super().receive(data, source)
-            if self.rank == 1 and len(data) > 1:
-                time.sleep(0.3)
-
-    transport = Slow.of(context.world, context.recorder.clock)
-    limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=0.2)
-    found, left_out = measure_pairs([1021, 1 << 10, 1 << 12, 1 << 14], transport, context, limits)
+    sizes = [1021, 1 << 10, 1 << 12, 1 << 14]
+    found, left_out = _disturbed_pairs(lambda data: time.sleep(0.3), sizes, context, 0.2)
     return {pair: times.transfers for pair, times in found.items()}, left_out
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,12 +71,10 @@ def profile_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 
     kinds = ["fast", "slow"]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    PointMeasurer.measure = slowly  # type: ignore[method-assign]
-    try:
-        return profile_kinds((config, kinds), context)
-    finally:
-        PointMeasurer.measure = measure  # type: ignore[method-assign]
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+    with mock.patch.object(PointMeasurer, "measure", slowly):
+        found = profile_kinds((config, kinds), context)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+    return found
 
 
 def _profile_until(config: Any, context: Context, n_batches: int) -> str:
@@ -88,14 +88,9 @@ def _profile_until(config: Any, context: Context, n_batches: int) -> str:
         calls.append(found)
         return gather(self, found)
 
-    profile._Profiler._gather = die  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(profile._Profiler, "_gather", die), pytest.raises(KeyboardInterrupt):
         run_profile(config, context)
-    except KeyboardInterrupt:
-        return Path(config.profile_file).read_text()
-    finally:
-        profile._Profiler._gather = gather  # type: ignore[method-assign]
-    raise AssertionError("the run was to be killed")
+    return Path(config.profile_file).read_text()
 
 
 def profile_killed_and_again(config: Any, context: Context) -> tuple[str, Any, str]:
@@ -116,8 +111,5 @@ def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return verify(call, what, *rest)
 
-    profile_measure.verify = fail
-    try:
+    with mock.patch.object(profile_measure, "verify", fail):
         return run_profile(config, context)
-    finally:
-        profile_measure.verify = verify

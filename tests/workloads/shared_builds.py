@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,19 +104,13 @@ def _see(name: str, context: Context) -> dict[str, Any]:
     }
 
 
-def _no_space(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def build_all(names: list[str], context: Context) -> dict[str, Any]:
     """What this rank saw of each model, and of one for which the disk has no space."""
     found = {}
     for name in names:
         found[name] = _see(name, context)
         gc.collect()
-    allocate, os.posix_fallocate = os.posix_fallocate, _no_space
-    try:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full):
         found["full"] = _see("tied", context)
-    finally:
-        os.posix_fallocate = allocate
     return found
