@@ -85,10 +85,6 @@ def search_whose_best_is_refused(search_config: SearchConfig, context: Context) 
     return run_search(search_config, context)
 
 
-def not_a_model() -> str:
-    return "a string"
-
-
 def trained_parameters(case: TrainCase, context: Context) -> dict[str, Tensor]:
     """Train for the case's steps; the parameters, as they stand before the steps without sync."""
     training = prepare(case, context.world, context.recorder)

@@ -118,6 +118,8 @@ def test_a_factory_may_import_torchvision_by_itself(tmp_path, user):
             "import torch\ndef net(): torch.set_grad_enabled(False)",
             "changes torch's gradient mode from True to False",
         ),
+        ("users_empty:", "", "does not name a factory"),
+        ("users_empty:net", "", "has no callable 'net'"),
         ("users_lazy:net", LAZY, "module '1' (LazyLinear) has no weights before its first batch"),
     ],
 )

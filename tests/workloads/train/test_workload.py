@@ -11,11 +11,10 @@ import train_on_ranks
 from local_ranks import largest_difference, run_on_ranks
 from safetensors.torch import load_file
 
-from harness.errors import ConfigError, DataError, ModelError
+from harness.errors import ConfigError
 from harness.measure.derive.spans import phase_table, samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import DataOptions, entry_for, open_data
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions, Wrapper
 from harness.workloads.planning.inputs import capture_graph
@@ -250,20 +249,6 @@ def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed():
     assert summary["last_loss"] < summary["first_loss"]
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("no_such_module_at_all:factory", "No module named 'no_such_module_at_all'"),
-        ("train_on_ranks:missing", "has no callable 'missing'"),
-        ("train_on_ranks:not_a_model", "is a str, not an nn.Module"),
-        ("train_on_ranks:", "does not name a factory"),
-    ],
-)
-def test_a_wrong_factory_is_refused(model, message):
-    with pytest.raises(ModelError, match=message):
-        make_task(replace(CASE, model=model))
-
-
 def test_averaged_replicas_agree_and_learn(one_rank):
     case = replace(CASE, sync_every=4, strategy="ddp", n_ranks=2)
     results, run = run_on_ranks(run_train, case, 2)
@@ -317,18 +302,6 @@ def test_deepspeed_trains_the_same():
     for name in cases:
         assert largest_difference(alone["alone"], together[name]) < TOLERANCE, name
     assert TOLERANCE < largest_difference(alone["alone"], together["reduced"]) < 0.1
-
-
-def test_missing_data_says_where_it_should_be(tmp_path):
-    case = replace(CASE, data="cifar10", data_dir=tmp_path)
-    options = DataOptions(data_dir=tmp_path, dlrm=case.dlrm_options())
-    with pytest.raises(DataError, match="cifar-10-batches-py/ with data_batch_1"):
-        open_data("cifar10", options, make_task(case), 4)
-
-
-def test_images_cannot_feed_dlrm():
-    with pytest.raises(ConfigError, match="--data cifar10 cannot feed --model dlrm"):
-        entry_for("cifar10", "dlrm")
 
 
 class ModelOnly:
