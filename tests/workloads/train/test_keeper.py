@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from made_runs import header_of
 
@@ -24,9 +23,12 @@ from harness.workloads.train.workload import WORKLOAD
 CASE = TrainCase(strategy="pipeline", engine="executor", n_ranks=3, survive=True, rejoin=10)
 
 
-def write_run(results, name, n_ranks, **config):
+def write_run(results, name, n_ranks, *, status="running", start_utc="2026", **config):
     config = config_json(replace(CASE, **{**config, "n_ranks": n_ranks}))
-    header = header_of(["a"] * n_ranks, run_id=name, workload="train", config=config)
+    header = header_of(
+        ["a"] * n_ranks, run_id=name, workload="train", config=config, status=status,
+        start_utc=start_utc,
+    )  # fmt: skip
     write_header(results / name, header)
     return results / name
 
@@ -91,11 +93,15 @@ def test_all_ranks_meet_before_a_save_replaces_another(tmp_path, monkeypatch):
     assert recorded == [1, 3, 5, 7]
 
 
-def last_of(results, *cases, n_started=3):
-    """The run from which the first case of a launch would go on."""
+def planned_of(*cases, n_started=3):
     ranks = header_of(["a"] * n_started).ranks
-    planned = plan_runs([Case(name="train", workload=WORKLOAD, config=c) for c in cases], ranks)
-    return next(iter(find_earlier(results, planned[0], planned, n_started)), None)
+    return plan_runs([Case(name="train", workload=WORKLOAD, config=case) for case in cases], ranks)
+
+
+def last_of(results, *cases):
+    """The run from which the first case of a launch of 3 ranks would go on."""
+    planned = planned_of(*cases)
+    return next(iter(find_earlier(results, planned[0], planned, 3)), None)
 
 
 @pytest.fixture
@@ -206,8 +212,7 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
     config = config | {"continues": "a"}
     last = header_of(["a"] * 2, run_id="b", workload="train", config=config, status=status)
     write_header(runs.second, last)
-    case = Case(name="train", workload=WORKLOAD, config=replace(CASE, batch=batch, n_ranks=2))
-    planned = plan_runs([case], header.ranks[:2])
+    planned = planned_of(replace(CASE, batch=batch, n_ranks=2), n_started=2)
     if not is_refused:
         check_batches(planned, results, 2)
         return
@@ -222,12 +227,9 @@ def test_a_run_that_another_launch_still_trains_is_not_gone_on_with(runs):
 
     def check(strategies):
         for name, strategy in strategies.items():
-            config = config_json(with_strategy(strategy))
             status = "crash" if name == "a" else "running"
-            header = header_of(["a"] * 3, run_id=name, workload="train", config=config)
-            write_header(runs.first.with_name(name), msgspec.structs.replace(header, status=status))
-        planned = plan_runs([Case(name="train", workload=WORKLOAD, config=CASE)], header.ranks)
-        check_ended(planned, runs.first.parent, 3)
+            write_run(runs.first.parent, name, 3, status=status, strategy=strategy)
+        check_ended(planned_of(CASE), runs.first.parent, 3)
 
     check({"a": "pipeline", "b": "ddp"})  # goes on from its own
     for strategies in ({"a": "dp=3", "b": "pipeline"}, {"a": "zero1", "b": "ddp"}):
@@ -246,9 +248,7 @@ def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
 
 def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
     for at, every in enumerate([5, 7, 5, 9]):
-        config = config_json(replace(CASE, save_every=every))
-        header = header_of(["a"] * 3, run_id=f"r{at}", workload="train", config=config)
-        write_header(tmp_path / f"r{at}", msgspec.structs.replace(header, start_utc=f"202{at}"))
+        write_run(tmp_path, f"r{at}", 3, start_utc=f"202{at}", save_every=every)
 
     def last(every):
         return last_of(tmp_path, replace(CASE, save_every=every)).header.run_id
@@ -258,10 +258,8 @@ def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
 
 def test_a_newer_run_without_a_state_is_passed_over(runs):
     runs("a", 5)
-    newer = header_of(["a"] * 3, run_id="b", start_utc="2027", config=config_json(CASE))
-    write_header(runs.second, newer)
-    case = Case(name="train", workload=WORKLOAD, config=CASE)
-    planned = plan_runs([case], header_of(["a"] * 3).ranks)
+    write_run(runs.first.parent, "b", 3, start_utc="2027")
+    planned = planned_of(CASE)
     assert find_resumed(runs.first.parent, planned[0], planned, 3).run_id == "a"
 
 
@@ -323,8 +321,6 @@ def test_a_training_that_was_given_another_strategy_belongs_to_it(runs):
 
 
 def test_a_finished_training_is_not_gone_on_with_by_another_strategy(runs):
-    header = header_of(["a"] * 3, run_id="b", workload="train", status="ok")
-    header = msgspec.structs.replace(header, config=config_json(replace(CASE, continues="a")))
-    write_header(runs.second, header)
+    write_run(runs.first.parent, "b", 3, status="ok", continues="a")
     assert last_of(runs.first.parent, CASE).header.run_id == "b"
     assert last_of(runs.first.parent, with_strategy("dp=3")) is None
