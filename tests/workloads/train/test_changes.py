@@ -23,9 +23,8 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cache import TrainingCache, _RecordedFreeze
-from harness.workloads.train.cases import train_cases
 from harness.workloads.train.changes import StrategyChanges
-from harness.workloads.train.config import TrainCase, TrainConfig
+from harness.workloads.train.config import TrainCase
 from harness.workloads.train.next_plan import estimate_cached_bytes, estimate_moved_bytes
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.policy import Due
@@ -364,32 +363,6 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
     write_header(tmp_path, local_header(["node0"]))
     with pytest.raises(ConfigError, match=r"is not running \(ok\): name a run that trains"):
         check_listens(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"change": ("next.json",)}, "--change next.json is not STEP:FILE"),
-        ({"change": ("5:a.json", "5:b.json")}, "--change 5:b.json is for step 5"),
-        ({"change": ("20:a.json",)}, "must be above 0 and below --steps 20"),
-        ({"freeze": "schedule", "freeze_alpha": 1.0}, "--freeze-alpha 1.0 must be above 0 and"),
-        ({"freeze": "schedule", "engine": "torch"}, "--freeze needs the executor"),
-        ({"shrink": "search"}, "--freeze is none: drop the flag, or use --freeze schedule"),
-        ({"freeze": "schedule", "replicate": True}, "--replicate is for --shrink search or --shr"),
-        ({"freeze": "schedule", "shrink": "pipetransformer"}, "shortens a pipeline, ddp has none"),
-        ({"cache": "on"}, "--cache on is for --freeze schedule or --freeze gradient, --freeze is"),
-        ({"cache": "on", "freeze": "schedule", "dtype": ("bf16",)}, "is for fp32 and tf32"),
-        ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
-        ({"lr_schedule": "step"}, "drops after --lr-step-size, none is given"),
-        ({"lr_step_size": 9}, "--lr-step-size 9 is for --lr-schedule step, --lr-schedule is cons"),
-        ({"unfreeze": 10}, "--unfreeze 10 is for --freeze schedule or --freeze gradient"),
-        ({"unfreeze": 10, "freeze": "schedule"}, "--lr-schedule is constant: use step or cosine"),
-        ({"unfreeze": 1, "freeze": "schedule"}, "--unfreeze 1 must be above 1: 10 is to a tenth"),
-    ],
-)
-def test_flags_that_cannot_be_followed_are_refused(flags, error):
-    with pytest.raises(ConfigError, match=error):
-        train_cases(TrainConfig(model="lenet", strategy=("ddp",), **flags), 2)
 
 
 def test_the_slowest_nic_bounds_a_change():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 from made_runs import local_header
 
 from harness.domain.record import Sample, Span
@@ -174,19 +175,16 @@ def test_differences_that_may_be_zero_are_within_noise():
     assert (shown["step - no_sync"], shown["compute slowed"]) == ("1 s", "500 ms (within noise)")
 
 
-def test_microbatches_that_were_asked_for_are_rows_of_their_own():
-    runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
-    found = {row[0] for row in rows(runs)[1:3]}
-    assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
-
-
-def test_sharded_state_is_a_row_of_its_own():
-    runs = [
-        make_run("ddp", 0, engine="executor", shard_state="gradients"),
-        make_run("ddp", 1, engine="executor"),
-    ]
-    found = {row[0] for row in rows(runs)[1:3]}
-    assert found == {"ddp-sharded-gradients on 2", "executor-ddp on 2"}
+@pytest.mark.parametrize(
+    ("strategy", "flags", "names"),
+    [
+        ("pipeline", {"microbatches": 8}, {"pipeline-8-microbatches on 2", "pipeline on 2"}),
+        ("ddp", {"shard_state": "gradients"}, {"ddp-sharded-gradients on 2", "executor-ddp on 2"}),
+    ],
+)
+def test_what_a_strategy_was_asked_for_is_a_row_of_its_own(strategy, flags, names):
+    runs = [make_run(strategy, k, engine="executor", **more) for k, more in enumerate((flags, {}))]
+    assert {row[0] for row in rows(runs)[1:3]} == names
 
 
 def test_files_of_one_name_are_told_apart():
