@@ -13,11 +13,18 @@ from harness.errors import StrategyError
 
 FILES: list[JsonFile] = [
     Cluster(nodes=[Node(name="a", devices=[Device(name="a:0", kind="CPU", memory_bytes=1)])]),
-    Graph(name="tiny", batch=1, operators=[Operator(name="x", kind="input")]),
+    Graph(
+        name="tiny", batch=1,
+        operators=[Operator(
+            name="x", kind="conv2d", shape={"sample": 2, "feature": 3, "height": 4, "width": 5},
+            forward_flops=1.5, parameter_bytes=12, signature="conv2d 3x3",
+            attrs={"kernel": [3, 3], "bias": True, "function": "relu"},
+        )],
+    ),
     Profile(model="tiny", measurements=[]),
     Strategy(name="tiny", batch=1, operators={}),
     Prediction(strategy="tiny", method="search", step_s=1.0),
-]
+]  # fmt: skip
 ids = [type(one).__name__ for one in FILES]
 
 
@@ -25,7 +32,9 @@ ids = [type(one).__name__ for one in FILES]
 def test_a_file_is_read_as_it_was_written(value, tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(value.to_json())
-    assert type(value).load(path) == value
+    again = type(value).load(path)
+    assert again == value
+    assert again.to_json() == value.to_json()  # dims in their order too
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
