@@ -122,20 +122,10 @@ def _view(tensor: torch.Tensor, origin: Block, part: Block) -> torch.Tensor:
     return tensor[r0 - row : r1 - row, c0 - column : c1 - column]
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Flat buffers for A's and B's part of one panel, reused by panels of any width."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-
-    def shaped(self, rows: Interval, columns: Interval, panel: Interval) -> dict[int, torch.Tensor]:
-        height, width = rows[1] - rows[0], columns[1] - columns[0]
-        depth = panel[1] - panel[0]
-        return {
-            SEED_A: self.a[: height * depth].view(height, depth),
-            SEED_B: self.b[: depth * width].view(depth, width),
-        }
+def _shaped(buffer: torch.Tensor, part: Block) -> torch.Tensor:
+    """View the beginning of a flat buffer in the shape of a part of the matrix."""
+    height, width = (stop - start for start, stop in part)
+    return buffer[: height * width].view(height, width)
 
 
 class Summa:
@@ -177,13 +167,13 @@ class Summa:
             for panel in self.panels
         ]
 
-    def _make_slot(self, dtype: torch.dtype) -> _Slot:
+    def _make_slot(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Flat buffers for A's and B's part of one panel, reused by panels of any width."""
         widest = max(stop - start for start, stop in self.panels)
-        height, width = self.c.shape
-        return _Slot(
-            torch.empty(height * widest, dtype=dtype, device=self.wire),
-            torch.empty(widest * width, dtype=dtype, device=self.wire),
-        )
+        return {
+            seed: torch.empty(side * widest, dtype=dtype, device=self.wire)
+            for seed, side in zip((SEED_A, SEED_B), self.c.shape, strict=True)
+        }
 
     @property
     def n_received_bytes(self) -> int:
@@ -227,8 +217,9 @@ class Summa:
         NCCL, the stream)."""
         start = self.clock.mark()
         panel, (rows, columns) = self.panels[index], self.block
-        panels = self.slots[index % _DEPTH].shaped(rows, columns, panel)
         origins = {SEED_A: (rows, panel), SEED_B: (panel, columns)}
+        slot = self.slots[index % _DEPTH]
+        panels = {seed: _shaped(slot[seed], part) for seed, part in origins.items()}
         moves = []
         for piece in self.pieces[index]:
             if piece.source == self.rank:
