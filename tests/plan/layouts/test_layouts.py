@@ -54,6 +54,14 @@ def cluster(memory_bytes=10**9):
     )
 
 
+def simulated(graph, profile, where, options=None, only=lambda choice: True, **more):
+    """Each choice of a layout, with its simulation on all devices."""
+    search = LayoutSearch(graph, profile, where, graph.batch, options, **more)
+    simulator = Simulator(graph, profile, where, options=search.options)
+    for choice in filter(only, search.choices()):
+        yield choice, simulator.simulate(search.strategy(choice))
+
+
 def request(where):
     graph, profile = chain()
     return PlanRequest(cluster=where, graph=graph, profile=profile)
@@ -72,21 +80,20 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(s
     options = SimulatorOptions(
         n_optimizer_states=2, bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10
     )
-    search = LayoutSearch(graph, profile, where, BATCH, options, limit_bytes=0, shard_state=state)
-    simulator = Simulator(graph, profile, where, options=options)
     steps = {}
-    for choice in search.choices():
+    for choice, found in simulated(
+        graph, profile, where, options, limit_bytes=0, shard_state=state
+    ):
         assert choice.shard_state == (state if choice.layout.dp > 1 else "none")
-        simulated = simulator.simulate(search.strategy(choice))
-        memory_bytes = max(simulated.memory_bytes.values())
-        assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
+        memory_bytes = max(found.memory_bytes.values())
+        assert choice.step_s == pytest.approx(found.step_s, rel=STEP), choice.name
         assert choice.memory_bytes == pytest.approx(memory_bytes, rel=MEMORY), choice.name
-        steps[choice.name] = (choice.step_s, simulated.step_s)
+        steps[choice.name] = (choice.step_s, found.step_s)
     # Without and with recomputation, in segments too, by the powers of two that divide a replica's
     # samples.
     assert len(steps) == 3 * (3 + 4 + 5 + 4 + 5)
     chosen = min(steps.values())
-    assert chosen[1] <= 1.02 * min(simulated for _, simulated in steps.values())
+    assert chosen[1] <= 1.02 * min(step_s for _, step_s in steps.values())
 
 
 @pytest.mark.parametrize(
@@ -111,11 +118,10 @@ def test_measured_collectives_are_read_as_by_the_simulator(wire, state, n_nodes)
     options = SimulatorOptions(
         bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10, wire_bytes_per_fp32_byte=wire
     )
-    search = LayoutSearch(graph, profile, where, BATCH, options, limit_bytes=0, shard_state=state)
-    simulator = Simulator(graph, profile, where, options=options)
-    for choice in search.choices():
-        simulated = simulator.simulate(search.strategy(choice))
-        assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
+    for choice, found in simulated(
+        graph, profile, where, options, limit_bytes=0, shard_state=state
+    ):
+        assert choice.step_s == pytest.approx(found.step_s, rel=STEP), choice.name
 
 
 def test_state_is_sharded_as_far_as_memory_needs():
@@ -154,12 +160,10 @@ def test_stages_are_cut_where_little_crosses_if_that_is_faster():
     wide = [replace(op, activation_bytes=400 * op.activation_bytes) for op in graph.operators[3:4]]
     graph = replace(graph, operators=[*graph.operators[:3], *wide, *graph.operators[4:]])
     where = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**10)
-    search = LayoutSearch(graph, profile, where, BATCH)
     steps = {}
-    for choice in search.choices():
-        if choice.layout.pp == 2 and not choice.segments and choice.n_microbatches == 4:
-            simulated = Simulator(graph, profile, where).simulate(search.strategy(choice))
-            assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP)
+    for choice, found in simulated(graph, profile, where, only=lambda one: one.layout.pp == 2):
+        if not choice.segments and choice.n_microbatches == 4:
+            assert choice.step_s == pytest.approx(found.step_s, rel=STEP)
             steps[choice.layout.cuts] = choice.step_s
     assert list(steps) == [(4,), (5,)]
     assert steps[5,] < 0.8 * steps[4,]
@@ -173,13 +177,10 @@ def test_a_slow_link_and_a_tied_weight_are_priced_as_by_the_simulator():
     where = Cluster.uniform(
         2, 2, inside_bytes_per_s=1e8, between_bytes_per_s=2e7, memory_bytes=10**9, latency_s=1e-3
     )
-    search = LayoutSearch(graph, profile, where, BATCH)
-    simulator = Simulator(graph, profile, where)
-    pipelines = [choice for choice in search.choices() if choice.layout.pp == 4]
+    pipelines = list(simulated(graph, profile, where, only=lambda one: one.layout.pp == 4))
     assert len(pipelines) > 10
-    for choice in pipelines:  # one device a stage
-        step_s = simulator.step_s(search.strategy(choice))
-        assert choice.step_s == pytest.approx(step_s, rel=1e-9), choice.name
+    for choice, found in pipelines:  # one device a stage
+        assert choice.step_s == pytest.approx(found.step_s, rel=1e-9), choice.name
 
 
 def test_an_operator_without_time_leaves_its_producer_the_backward():
@@ -188,23 +189,17 @@ def test_an_operator_without_time_leaves_its_producer_the_backward():
     times = [LayerTime(1e-3 * k, 2e-3 * k) for k in (3, 1, 0, 3)]
     profile = layer_profile(graph, {TimeKey("device", BATCH): times})
     where = Cluster.uniform(1, 2, inside_bytes_per_s=8e9, memory_bytes=10**9)
-    search = LayoutSearch(graph, profile, where, BATCH)
-    simulator = Simulator(graph, profile, where)
-    for choice in search.choices():
-        simulated = simulator.simulate(search.strategy(choice)).step_s
-        assert choice.step_s == pytest.approx(simulated)
+    for choice, found in simulated(graph, profile, where):
+        assert choice.step_s == pytest.approx(found.step_s)
 
 
 def test_buckets_are_summed_in_turn_and_the_last_operator_of_a_stage_does_not_wait():
     (graph, profile), options = chain(), SimulatorOptions(bucket_bytes=10_000_000)
     where = Cluster.uniform(1, 4, inside_bytes_per_s=5e8, memory_bytes=10**9, latency_s=1e-3)
-    search = LayoutSearch(graph, profile, where, BATCH, options)
-    simulator = Simulator(graph, profile, where, options=options)
-    for choice in search.choices():
+    for choice, found in simulated(graph, profile, where, options):
         layout = choice.layout
         if (layout.tp, layout.pp) in ((1, 1), (2, 2)) and not choice.segments:
-            simulated = simulator.simulate(search.strategy(choice)).step_s
-            assert choice.step_s == pytest.approx(simulated), choice.name
+            assert choice.step_s == pytest.approx(found.step_s), choice.name
 
 
 def test_a_stage_waits_for_the_stages_that_it_reads_alone():
@@ -215,13 +210,11 @@ def test_a_stage_waits_for_the_stages_that_it_reads_alone():
     graph = replace(graph, operators=operators)
     profile = replace(profile, graph_hash="")
     where = Cluster.uniform(4, 1, inside_bytes_per_s=2e8, memory_bytes=10**9, latency_s=1e-3)
-    search, simulator = LayoutSearch(graph, profile, where, BATCH), Simulator(graph, profile, where)
-    pipelines = [choice for choice in search.choices() if choice.layout.pp == 4]
+    pipelines = list(simulated(graph, profile, where, only=lambda one: one.layout.pp == 4))
     assert len(pipelines) == 10
-    for choice in pipelines:
-        simulated = simulator.simulate(search.strategy(choice))
-        assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
-        memory_bytes = max(simulated.memory_bytes.values())
+    for choice, found in pipelines:
+        assert choice.step_s == pytest.approx(found.step_s, rel=STEP), choice.name
+        memory_bytes = max(found.memory_bytes.values())
         assert choice.memory_bytes == pytest.approx(memory_bytes, rel=0.01), choice.name
 
 
@@ -256,13 +249,10 @@ def test_frozen_segments_do_not_run_again(n_frozen):
         for point in profile.measurements
     ]
     profile = replace(profile, measurements=points)
-    search = LayoutSearch(graph, profile, where, BATCH, limit_bytes=0, shard_state="none")
-    simulator = Simulator(graph, profile, where)
-    choices = search.choices()
-    assert {choice.segments for choice in choices} == {0, 1, 64}
-    for choice in choices:
-        simulation = simulator.simulate(search.strategy(choice))
-        assert choice.step_s == pytest.approx(simulation.step_s, rel=0.005), choice.name
+    priced = list(simulated(graph, profile, where, limit_bytes=0, shard_state="none"))
+    assert {choice.segments for choice, _ in priced} == {0, 1, 64}
+    for choice, found in priced:
+        assert choice.step_s == pytest.approx(found.step_s, rel=0.005), choice.name
 
 
 @pytest.mark.parametrize("n_frozen", [0, 7])
@@ -276,10 +266,9 @@ def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches(n_f
         for op in graph.operators
     ]
     graph = replace(graph, operators=kept)
-    search, simulator = LayoutSearch(graph, profile, where, BATCH), Simulator(graph, profile, where)
-    for choice in search.choices():
-        if choice.layout.pp == 4 and choice.n_microbatches == 4:
-            memory_bytes = max(simulator.simulate(search.strategy(choice)).memory_bytes.values())
+    for choice, found in simulated(graph, profile, where, only=lambda one: one.layout.pp == 4):
+        if choice.n_microbatches == 4:
+            memory_bytes = max(found.memory_bytes.values())
             assert choice.memory_bytes == pytest.approx(memory_bytes, rel=0.01), choice.name
 
 
