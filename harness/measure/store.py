@@ -136,7 +136,10 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
             write_atomically(path, data)
             _keep_space(reserve, len(data) + _RESERVE_BYTES)
         except ResultsError:
-            _remove(run_dir, path, reserve)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                reserve.unlink(missing_ok=True)
+                run_dir.rmdir()
             raise
         return
     if not (reserve.exists() and len(data) <= reserve.stat().st_size):
@@ -160,14 +163,6 @@ def _keep_space(reserve: Path, n_bytes: int) -> None:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
         file.truncate(n_bytes)
-
-
-def _remove(run_dir: Path, *files: Path) -> None:
-    """Remove the files of a run that cannot begin."""
-    with contextlib.suppress(OSError):
-        for file in files:
-            file.unlink(missing_ok=True)
-        run_dir.rmdir()
 
 
 class RecordWriter:

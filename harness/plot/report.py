@@ -225,6 +225,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
     n_ok = len(row.step_s)
     verdict, detail = _verdict(row, against)
+    unit = " an epoch" if row.unit == "epoch" else ""
     return {
         "strategy": row.strategy,
         "cell": cell,
@@ -232,7 +233,7 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "is_ok": bool(n_ok),
         "repeats": str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}",
         "rate": format_number(row.throughput) if row.throughput else "",
-        "step": "" if row.median_s is None else _step_words(row.median_s, row.unit),
+        "step": "" if row.median_s is None else format_duration(row.median_s) + unit,
         "interval": _interval(row.interval) if n_ok else "",
         "is_range": row.interval is not None and row.interval.coverage < CONFIDENCE,
         "speedup": row.ratio,
@@ -240,10 +241,6 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "verdict": verdict,
         "detail": detail,
     }
-
-
-def _step_words(median_s: float, unit: str) -> str:
-    return format_duration(median_s) + (" an epoch" if unit == "epoch" else "")
 
 
 def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
 from harness.measure.derive.devices import info_of
@@ -79,7 +78,7 @@ class TraceEvents:
         """Complete events of one rank, each row in a thread of its own."""
         slices: list[Slice] = []
         for row in ROWS:
-            own = [span for span in spans if _row_of(span) == row]
+            own = [s for s in spans if (s.kind if s.kind in ROWS else "work") == row]
             for number, lane in enumerate(_lanes(own), start=1):
                 name = f"rank {rank} {row}" + ("" if number == 1 else f" {number}")
                 self._n_threads += 1
@@ -102,10 +101,6 @@ class TraceEvents:
             {**base, "ph": "s", "pid": source.pid, "tid": source.tid, "ts": leaves},
             {**base, "ph": "f", "bp": "e", "pid": target.pid, "tid": target.tid, "ts": arrives},
         ]
-
-
-def _row_of(span: Span) -> str:
-    return span.kind if span.kind in ("step", "communication") else "work"
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[tuple[Span, int, int]]]:
@@ -200,7 +195,10 @@ def trace_bytes(run: Run, plan: Plan) -> bytes:
     events = TraceEvents()
     _add_measured(events, run, shifts, before_s)
     if plan.prediction is not None:
-        _add_predicted(events, run, plan.prediction, f"beside step {median}", before_s)
+        for rank in sorted(int(key) for key in plan.prediction.spans):
+            host = info_of(run, rank).hostname
+            pid = events.process(f"predicted: {host}", f"beside step {median}")
+            events.add_rank(pid, rank, _shifted(plan.prediction.spans[str(rank)], before_s))
     trace = {
         "traceEvents": events.events,
         "displayTimeUnit": "ms",
@@ -217,14 +215,6 @@ def _add_measured(events: TraceEvents, run: Run, shifts: Shifts, before_s: float
         slices += [(rank, item) for item in events.add_rank(pid, rank, spans)]
     for sent, waited in _flows(slices, shifts.error_s):
         events.add_flow(sent, waited)
-
-
-def _add_predicted(
-    events: TraceEvents, run: Run, prediction: Prediction, label: str, before_s: float
-) -> None:
-    for rank in sorted(int(key) for key in prediction.spans):
-        pid = events.process(f"predicted: {info_of(run, rank).hostname}", label)
-        events.add_rank(pid, rank, _shifted(prediction.spans[str(rank)], before_s))
 
 
 def _clock_words(error_s: float | None) -> str:

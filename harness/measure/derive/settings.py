@@ -119,22 +119,28 @@ def strategy_name(run: Headed) -> str:
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
     has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
+    config = run.header.config
     if has_flow and engine == "executor":
-        strategy += _flow_name(run)
-    strategy += _recomputation_name(run)
-    state = run.header.config.get("shard_state", "auto")
+        schedule, microbatches = configured(run, "schedule", "1f1b"), config.get("microbatches")
+        strategy += "" if schedule == "1f1b" else f"-{schedule}"
+        strategy += f"-{microbatches}-microbatches" if microbatches else ""
+        strategy += "-asynchronous" if config.get("asynchronous") else ""
+    if config.get("recompute"):
+        segments = config.get("recompute_segments")
+        strategy += f"-recompute-{segments}-segments" if segments else "-recompute"
+    state = config.get("shard_state", "auto")
     strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
     if is_file:
         strategy = file_name(PurePath(strategy))
-        strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
+        strategy += "-asynchronous" if config.get("asynchronous") else ""
     strategy += _elastic_name(run)
-    reduce_dtype = run.header.config.get("reduce_dtype", "fp32")
+    reduce_dtype = config.get("reduce_dtype", "fp32")
     strategy += "" if reduce_dtype == "fp32" else f"-reduced-{reduce_dtype}"
     sync_every = configured_number(run, "sync_every") or 1
     strategy += f"-sync-every-{sync_every:.0f}" if sync_every > 1 else ""
-    strategy += "-channels-last" if run.header.config.get("channels_last") else ""
-    strategy += "-compiled" if run.header.config.get("compile") else ""
+    strategy += "-channels-last" if config.get("channels_last") else ""
+    strategy += "-compiled" if config.get("compile") else ""
     first = configured_number(run, "first_step")  # of a run that goes on with another
     strategy += f"-from-step-{first:.0f}" if first else ""
     return strategy if is_usual else f"{engine}-{strategy}"
@@ -181,18 +187,3 @@ def _elastic_name(run: Headed) -> str:
         is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)
         suffix += f"-{flag}" if is_usual else f"-{flag}-{configured(run, flag)}"
     return suffix
-
-
-def _flow_name(run: Headed) -> str:
-    schedule = configured(run, "schedule", "1f1b")
-    suffix = "" if schedule == "1f1b" else f"-{schedule}"
-    microbatches = run.header.config.get("microbatches")
-    suffix += f"-{microbatches}-microbatches" if microbatches else ""
-    suffix += "-asynchronous" if run.header.config.get("asynchronous") else ""
-    return suffix
-
-
-def _recomputation_name(run: Headed) -> str:
-    segments = run.header.config.get("recompute_segments")
-    suffix = f"-{segments}-segments" if segments else ""
-    return f"-recompute{suffix}" if run.header.config.get("recompute") else ""

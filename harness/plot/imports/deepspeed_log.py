@@ -45,6 +45,7 @@ RANKS = (
 # All versions print two decimals; a progress bar may follow.
 _VALUE_AND_MORE = re.compile(r"([0-9][0-9.,]{0,20}[.,][0-9]{2})(?![0-9.,])")
 _NAME = re.compile(r"[A-Za-z0-9_ ()-]{1,60}", re.ASCII)
+# Of timers, the begin of the name in versions from 0.10.
 _NEW = {"forward": "fwd", "backward": "bwd"}
 _STEP = {"fwd", "bwd", "step"}
 _MOST_RANKS = 16384
@@ -92,12 +93,6 @@ def is_deepspeed_log(text: str) -> bool:
     return any("fwd" in line or "forward" in line for line in lines)
 
 
-def _new_name(name: str) -> str:
-    """A timer's name in versions from 0.10."""
-    first, _, rest = name.partition("_")
-    return "_".join(part for part in (_NEW.get(first, first), rest) if part)
-
-
 def _parts(text: str) -> dict[str, float] | None:
     """Milliseconds by name; None if a part is malformed, for example in a truncated line."""
     parts: dict[str, float] = {}
@@ -109,7 +104,8 @@ def _parts(text: str) -> dict[str, float] | None:
         bar = _VALUE_AND_MORE.match(value.strip()) if ms is None else None
         if bar is not None:
             ms = read_number(bar[1], at_most=_MOST_MS)
-        name = _new_name(name.strip())
+        first, _, rest = name.strip().partition("_")
+        name = "_".join(filter(None, (_NEW.get(first, first), rest)))
         if ms is None or not _NAME.fullmatch(name) or name in parts:
             return None
         parts[name] = ms
