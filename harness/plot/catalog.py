@@ -31,7 +31,7 @@ from harness.errors import HarnessError, ResultsError
 from harness.inputs import by_number
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.doubts import rank_settings
-from harness.measure.derive.settings import configured_number, telling_settings
+from harness.measure.derive.settings import configured_number, told_within
 from harness.measure.derive.training import (
     TrainingSummary,
     add_mfu_of_measured_peak,
@@ -249,17 +249,12 @@ def _identity(case: TrainingCase) -> tuple[str, ...]:
 
 def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
     """Extend equal labels of one model and status by the settings that differ."""
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for position, case in enumerate(cases):
-        groups[_identity(case)].append(position)
-    for positions in groups.values():
-        if len(positions) < 2:
-            continue
-        headers = [cases[i].case.header for i in positions]
-        told = telling_settings([telling_flags(one.workload, one.config) for one in headers])
-        for i, words in zip(positions, told, strict=True):
-            label = " · ".join(filter(None, (cases[i].label, words)))
-            cases[i] = replace(cases[i], label=label)
+    configs = [telling_flags("train", case.case.header.config) for case in cases]
+    told = told_within([_identity(case) for case in cases], configs)
+    cases = [
+        replace(case, label=" · ".join(filter(None, (case.label, words))))
+        for case, words in zip(cases, told, strict=True)
+    ]
     taken = Counter(_identity(case) for case in cases)
     return [
         case

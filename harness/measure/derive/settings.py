@@ -1,5 +1,6 @@
 """Settings of a run, and the name of its strategy, which is made of them."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -86,15 +87,22 @@ def telling_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def told_within(names: Sequence[object], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As `telling_settings`, among the configurations of equal names."""
+    places: dict[object, list[int]] = defaultdict(list)
+    for at, name in enumerate(names):
+        places[name].append(at)
+    found = [""] * len(names)
+    for own in places.values():
+        for at, words in zip(own, telling_settings([configs[at] for at in own]), strict=True):
+            found[at] = words
+    return found
+
+
 def told_apart(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names, equal ones followed by the settings that differ."""
-    found = list(names)
-    for name in dict.fromkeys(names):
-        places = [at for at, other in enumerate(names) if other == name]
-        told = telling_settings([configs[at] for at in places])
-        for at, words in zip(places, told, strict=True):
-            found[at] = " · ".join(filter(None, (name, words)))
-    return found
+    pairs = zip(names, told_within(names, configs), strict=True)
+    return [" · ".join(filter(None, pair)) for pair in pairs]
 
 
 def _scalars(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,8 +17,8 @@ from harness.measure.derive.settings import (
     configured,
     own_settings,
     rest_of_config,
-    telling_settings,
     told_apart,
+    told_within,
 )
 from harness.measure.derive.training import TrainingSummary, rate_over_repeats
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
@@ -130,18 +130,14 @@ def _told_apart(
     strategies: Sequence[Sequence[tuple[Headed, TrainingSummary]]],
 ) -> list[StrategyRow]:
     """A row for each strategy; those of equal names with the settings that differ."""
-    rows = [_row(repeats) for repeats in strategies]
-    alike: dict[str, list[int]] = {}
-    for at, row in enumerate(rows):
-        alike.setdefault(row.strategy, []).append(at)
-    for places in alike.values():
-        firsts = [strategies[at][0][0] for at in places]
-        told = telling_settings([own_settings(run) for run in firsts])
-        for at, run, words in zip(places, firsts, told, strict=True):
-            run_id = run.header.run_id if told.count(words) > 1 else ""
-            settings = " · ".join(filter(None, (words, run_id)))
-            rows[at] = replace(rows[at], settings=settings)
-    return rows
+    rows, firsts = [_row(repeats) for repeats in strategies], [own[0][0] for own in strategies]
+    names = [row.strategy for row in rows]
+    told = list(zip(names, told_within(names, [own_settings(run) for run in firsts]), strict=True))
+    found = []
+    for row, run, (name, words) in zip(rows, firsts, told, strict=True):
+        run_id = run.header.run_id if told.count((name, words)) > 1 else ""
+        found.append(replace(row, settings=" · ".join(filter(None, (words, run_id)))))
+    return found
 
 
 def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
@@ -162,17 +158,14 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         run_ids=tuple(summary.run_id for summary in ok),
         exposed_share=_exposed_share(ok),
         plan="; or ".join(dict.fromkeys(summary.plan for summary in ok)),
-        is_of_baseline=bool(ok) and all(map(_is_one_device, ok)),
+        # A search chose the device on which `single` trains, too.
+        is_of_baseline=bool(ok)
+        and all((one.plan, one.used_ranks) == (ONE_DEVICE, (0,)) for one in ok),
         sent_bytes=known_median(
             summary.sent_bytes_per_s and summary.sent_bytes_per_s * duration.median
             for summary, duration in timed
         ),
     )
-
-
-def _is_one_device(summary: TrainingSummary) -> bool:
-    """Whether a search chose the device on which `single` trains, too."""
-    return summary.plan == ONE_DEVICE and summary.used_ranks == (0,)
 
 
 def _exposed_share(repeats: Sequence[TrainingSummary]) -> float | None:

@@ -17,6 +17,7 @@ from harness.measure.derive.settings import (
     own_settings,
     rest_of_config,
     telling_settings,
+    told_within,
 )
 from harness.measure.statistics import Summary
 from harness.plot.catalog import (
@@ -104,25 +105,15 @@ def _training_points(cases: Sequence[TrainingCase]) -> list[ScalingPoint]:
     for _, of_model in groupby(zip(cases, properties, strict=True), lambda pair: pair[1]["model"]):
         own = list(of_model)
         told = telling_settings([_problem(case) for case, _ in own])
-        of_strategy = _strategies_told([case for case, _ in own])
-        for (case, words), settings in zip(own, told, strict=True):
+        strategies = [case.first.strategy for case, _ in own]
+        configs = [own_settings(case.case.runs[0], BETWEEN_STEPS) for case, _ in own]
+        of_strategy = told_within(strategies, configs)
+        for (case, words), settings, flags in zip(own, told, of_strategy, strict=True):
             named = [words[name] for name in shown]
-            named += [of_strategy[id(case)], settings, _variables_words(case, variables)]
+            named += [flags, settings, _variables_words(case, variables)]
             series = f"{' · '.join(filter(None, named))}, by {case.first.unit}"
             points += _training_point(case, series, words["data"])
     return points
-
-
-def _strategies_told(cases: Iterable[TrainingCase]) -> dict[int, str]:
-    """The settings that tell strategies of one name apart, by the case's id."""
-    by_name: dict[str, list[TrainingCase]] = defaultdict(list)
-    for case in cases:
-        by_name[case.first.strategy].append(case)
-    found: dict[int, str] = {}
-    for alike in by_name.values():
-        told = telling_settings([own_settings(c.case.runs[0], BETWEEN_STEPS) for c in alike])
-        found |= zip(map(id, alike), told, strict=True)
-    return found
 
 
 def _variables_words(case: TrainingCase, names: Iterable[str]) -> str:
