@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -70,19 +71,17 @@ def every_pipeline(groups):
 def test_the_program_finds_the_pipeline_with_the_least_bound(seed):
     chains = chains_of_classes(((0,), (1,), (2,)), 3)
     costs, links = random_case(seed, chains, 3)
-    found = best_pipelines(
-        chains, costs, links, n_microbatches=N_MICROBATCHES, limit_s=math.inf, n_each=2,
+    best = partial(
+        best_pipelines, chains, costs, links, n_microbatches=N_MICROBATCHES, n_each=2,
         is_over=lambda: False,
     )  # fmt: skip
+    found = best(limit_s=math.inf)
     for pipeline in found:
         assert pipeline.bound_s == pytest.approx(bound_s(pipeline, chains, costs, links))
     least = min(bound_s(p, chains, costs, links) for p in every_pipeline(chains.groups))
     assert min(p.bound_s for p in found) == pytest.approx(least)
     limit_s = 1.1 * least
-    again = best_pipelines(
-        chains, costs, links, n_microbatches=N_MICROBATCHES, limit_s=limit_s, n_each=2,
-        is_over=lambda: False,
-    )  # fmt: skip
+    again = best(limit_s=limit_s)
     assert min(p.bound_s for p in again) == pytest.approx(least)
     assert all(p.bound_s <= limit_s for p in again)
 

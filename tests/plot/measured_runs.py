@@ -35,12 +35,16 @@ def make_header(workload, config, cluster, settings=None, **more):
     return header_of(hosts, cluster=cluster, info=info, **(values | more))
 
 
+def add_records(run_dir, records, rank=0):
+    writer = RecordWriter(run_dir, rank)
+    writer.write(records)
+    writer.close()
+
+
 def write_run(root, header, records):
     write_header(root / header.run_id, header)
     for rank, of_rank in records.items():
-        writer = RecordWriter(root / header.run_id, rank)
-        writer.write(of_rank)
-        writer.close()
+        add_records(root / header.run_id, of_rank, rank)
     return root / header.run_id
 
 

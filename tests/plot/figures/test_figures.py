@@ -10,6 +10,7 @@ from made_runs import cluster_of, local_header, read_results
 from matplotlib.figure import Figure as Canvas
 from measured_runs import (
     GPU,
+    add_records,
     catalog_of,
     links_records,
     make_cluster,
@@ -25,7 +26,7 @@ from measured_runs import (
 from harness.domain.record import Sample, Span
 from harness.measure.derive.doubts import DoubtKind
 from harness.measure.derive.strategies import StrategyRow
-from harness.measure.store import RecordWriter, find_runs, without_samples
+from harness.measure.store import find_runs, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses
@@ -130,9 +131,8 @@ def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
 
 def test_samples_per_second_of_unlike_batches_are_those_of_the_training_table(tmp_path):
     path = write_training(tmp_path, "a", train_config("ddp", 32), make_cluster(2), 0.1, 0.0)
-    writer = RecordWriter(path, 0)  # sums with the samples that are written already
-    writer.write([Sample(metric="n_samples", value=32 * at, step=at) for at in range(40)])
-    writer.close()
+    # Sums with the samples that are written already.
+    add_records(path, [Sample(metric="n_samples", value=32 * at, step=at) for at in range(40)])
     found = catalog_of(tmp_path)
     (row,) = table_of("throughput", found).to_dict("records")
     (case,) = found.training
@@ -215,10 +215,8 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog):
 def test_losses_stand_at_the_time_of_their_steps_and_held_out_ones_after_theirs(tmp_path):
     config = train_config("ddp", 32)
     path = write_training(tmp_path, "a", config, make_cluster(2), 0.1, 0.0)
-    writer = RecordWriter(path, 0)
-    values = {19: 3.5, 39: 2.5}
-    writer.write([Sample(metric="validation_loss", value=x, step=k) for k, x in values.items()])
-    writer.close()
+    held_out = {19: 3.5, 39: 2.5}.items()
+    add_records(path, [Sample(metric="validation_loss", value=x, step=k) for k, x in held_out])
     catalog = catalog_of(tmp_path)
     times = catalog.training[0].case.runs[0].times
     table = table_of("loss", catalog)
@@ -253,10 +251,8 @@ def test_a_failed_run_is_drawn_beside_the_run_of_its_case_that_is_ok(tmp_path):
     config = train_config("ddp", 32)
     for name, status in (("a", "ok"), ("b", "timeout"), ("c", "ok")):
         path = write_training(tmp_path, name, config, make_cluster(2), 0.1, 0.0, status=status)
-        writer = RecordWriter(path, 0)
         load = {"metric": "device_utilization_percent", "labels": {"device": "0"}}
-        writer.write([Sample(value=ord(name), time_s=1e6, **load)])
-        writer.close()
+        add_records(path, [Sample(value=ord(name), time_s=1e6, **load)])
     catalog = catalog_of(tmp_path)
     canvas = drawn("step_time", table_of("step_time", catalog))
     lines = [len(axes.lines) for axes in canvas.axes if axes.lines]
@@ -364,10 +360,8 @@ def test_two_devices_of_one_node_are_no_point_of_a_series_over_an_unknown_networ
 
 def test_the_warnings_of_a_run_stand_in_one_line(tmp_path):
     write_training(tmp_path, "a", train_config("ddp", 32), make_cluster(2), 0.1, 0.0)
-    run_dir = tmp_path / "a"
-    writer = RecordWriter(run_dir, 0)
-    writer.write([Span(kind="step", step=k, start_s=90.0 + k, duration_s=9.0) for k in (98, 99)])
-    writer.close()
+    more = [Span(kind="step", step=k, start_s=90.0 + k, duration_s=9.0) for k in (98, 99)]
+    add_records(tmp_path / "a", more)
     (line,) = warnings(catalog_of(tmp_path))[DoubtKind.SPREAD]
     assert "; " in line
 
