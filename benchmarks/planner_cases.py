@@ -163,4 +163,5 @@ def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
     for choice in product(*space.menus.values()):  # the last operator's plans change first
         apply_plans(trial, dict(zip(space.menus, choice, strict=True)))
         objective.judge(trial)
-    return (objective.best.step_s if objective.best else math.inf), space.size
+    n_strategies = math.prod(map(len, space.menus.values()))
+    return (objective.best.step_s if objective.best else math.inf), n_strategies

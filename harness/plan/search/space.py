@@ -10,7 +10,6 @@ A search must not lose to a standard strategy. Pipelines among them are balanced
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
@@ -58,15 +57,12 @@ def _likely_sets(cluster: Cluster, promising: tuple[int, ...]) -> Iterator[tuple
     yield from (tuple(own) for own in by_node)
     for k in range(1, max(map(len, by_node)) + 1):
         yield tuple(d for own in by_node for d in own[:k])
-    width = 2
-    while width < n:
-        yield from (tuple(range(a, a + width)) for a in range(0, n - width + 1, width))
-        width *= 2
-    width = 2
-    while width < len(by_node):
-        for a in range(0, len(by_node) - width + 1, width):
-            yield tuple(d for own in by_node[a : a + width] for d in own)
-        width *= 2
+    for groups in ([[d] for d in range(n)], by_node):
+        width = 2
+        while width < len(groups):
+            for a in range(0, len(groups) - width + 1, width):
+                yield tuple(d for own in groups[a : a + width] for d in own)
+            width *= 2
     yield from (promising[:k] for k in range(2, n))
 
 
@@ -93,11 +89,6 @@ class Space:
             allowed = self.menus.pop(index[other])
             kept = [plan for plan in self.menus[index[first]] if plan in allowed]
             self.menus[index[first]] = kept
-
-    @property
-    def size(self) -> float:
-        """Number of strategies in the space."""
-        return math.prod(map(len, self.menus.values()), start=1.0)
 
     def _menu(self, op: int) -> list[OperatorPlan]:
         forms = key_forms(self._costs.graph.operators[op], self._costs.graph)

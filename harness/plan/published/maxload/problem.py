@@ -93,11 +93,6 @@ class LoadProblem:
         )
         return math.fsum([*(self.seconds[i] for i in operators), *sent])
 
-    def fits(self, device_of: Sequence[int]) -> bool:
-        """Whether every device holds the bytes of its operators."""
-        held = np.bincount(device_of, weights=self.n_bytes)
-        return bool(held.max() <= self.memory_bytes)
-
 
 class Merged(NamedTuple):
     """A smaller problem, and the operators that each of its operators stands for."""
