@@ -147,6 +147,7 @@ def read_operators(
     points: list[Measurement] = []
     known: dict[str, str] = {}  # the last operator of each name of the table
     names = {_name_of(row) for row in rows}
+    layer = {row.text(_NAME): n for row, n in zip(rows, numbers, strict=True) if n is not None}
     for copy, row in _unrolled(rows, numbers, n_copies):
         name = row.text(_NAME) + (f".{copy}" if copy else "")
         producers = _producers(row)
@@ -157,8 +158,8 @@ def read_operators(
                 "write producers first"
             )
         inputs = [known[one] for one in producers if one in known]
-        if copy and operators[-1].name not in inputs:
-            inputs.append(operators[-1].name)  # a layer reads the one before
+        if copy and not any(one in layer for one in producers):
+            inputs.append(known[next(reversed(layer))])  # a layer reads the one before
         operators.append(Operator(name=name, kind="other", inputs=inputs))
         forward_s, backward_s = (
             max(0.0, _seconds(row, column) - floor)

@@ -245,6 +245,21 @@ def test_only_what_timing_takes_is_taken_off_and_said(tmp_path, printed):
         assert times[-1].forward_s == pytest.approx(kept / 1e3)
 
 
+def test_each_branch_of_a_repeated_layer_reads_the_layer_before(tmp_path, printed):
+    reads = {"x": "", "q": "x: 0", "k": "x: 0", "k2": "k: 0", "o": "q: 0, k2: 0"}
+    lines = ["Name,fw_latency,bw_latency,_input_nodes,meta"]
+    lines += [
+        f"{name},1,1,\"{{{inputs}}}\",\"{{'nn': ('{'h.0' if inputs else 'h'}', <class 'x'>)}}\""
+        for name, inputs in reads.items()
+    ]
+    (tmp_path / "o.csv").write_text("\n".join(lines))
+    words = ("--operators", tmp_path / "o.csv", "--batch-size 8 --output", tmp_path)
+    printed("import --n-layers 2", *words)
+    graph = Graph.load(tmp_path / "profile-o.graph.json")
+    read = {operator.name: set(operator.inputs) for operator in graph.operators[5:]}
+    assert read == {"q.1": {"x", "o"}, "k.1": {"x", "o"}, "k2.1": {"k.1"}, "o.1": {"q.1", "k2.1"}}
+
+
 def test_ranks_are_of_the_curves_that_do_not_say_theirs(imported, tmp_path, printed, refused):
     (tmp_path / "curve.csv").write_text(CURVE)
     out = tmp_path / "new"
