@@ -21,7 +21,7 @@ from harness.plan.simulate.simulator import Simulator
 FLOWS_EACH = 3  # of equal degrees
 MOST_TIMES_BEST = 2.0  # the best price; prices err by less
 MOST_DEVICES = 64
-MOST_WORK = 5e7  # passes of operators on pairs of devices in all simulations: some seconds
+MOST_WORK = 5e7  # passes of operators on pairs of devices before the last simulation: some seconds
 
 
 def judged(
@@ -31,7 +31,8 @@ def judged(
     *,
     may_shard: bool,
 ) -> list[Choice]:
-    """Choices that fit, with the step and the memory of their simulation, fastest first.
+    """Choices with the step and the memory of their simulation, fastest first; then those that were
+    not simulated, and last those that do not fit.
 
     Args:
         ranked: that fit by their price, cheapest first.
@@ -39,32 +40,40 @@ def judged(
     """
     plain: list[Choice] = []
     sharded: list[Choice] = []
+    excessive: list[Choice] = []
+    simulated: set[Choice] = set()
     left = MOST_WORK
 
     def judge(choices: Sequence[Choice]) -> list[Choice]:
         nonlocal left
         fitting = []
         for choice in choices:
-            left -= len(simulator.placed) * choice.layout.n_devices**2 * choice.n_microbatches
-            if left < 0:
+            if left <= 0:
                 break
+            left -= len(simulator.placed) * choice.layout.n_devices**2 * choice.n_microbatches
             simulation = simulator.simulate(strategy_of(choice))
-            if simulation.fits:
-                memory = max(simulation.memory_bytes.values())
-                fitting.append(replace(choice, step_s=simulation.step_s, memory_bytes=memory))
+            memory = max(simulation.memory_bytes.values())
+            found = replace(choice, step_s=simulation.step_s, memory_bytes=memory)
+            (fitting if simulation.fits else excessive).append(found)
+            simulated.add(choice)
         return fitting
 
     for flows in _promising(ranked):
+        if plain and flows[0].step_s > MOST_TIMES_BEST * ranked[0].step_s:
+            break
         fitting = judge(flows)
         fitting += judge([one for best in _fastest(fitting) for one in _scheduled(best)])
         plain += fitting
         for best in _fastest(fitting) if may_shard else ():
             if best.shard_state == "none" and best.layout.dp > 1:
                 sharded += judge([replace(best, shard_state="optimizer")])
+    others = [one for one in ranked if one not in simulated]
+    while not plain and others and left > 0:
+        plain = judge([others.pop(0)])
     if plain:
         most_s = min(one.step_s for one in plain) / SHARDING_GAIN
         plain += [one for one in sharded if one.step_s <= most_s]
-    return sorted(plain, key=lambda one: (one.step_s, one.name))
+    return [*sorted(plain, key=lambda one: (one.step_s, one.name)), *others, *excessive]
 
 
 def _fastest(choices: Sequence[Choice]) -> list[Choice]:
@@ -78,10 +87,7 @@ def _promising(ranked: Sequence[Choice]) -> Iterator[list[Choice]]:
         own = flows.setdefault(choice.layout.name, {})
         own.setdefault(choice.name, []).append(choice)
     for own in flows.values():
-        best = list(own.values())[:FLOWS_EACH]
-        if best[0][0].step_s > MOST_TIMES_BEST * ranked[0].step_s:
-            return
-        yield [choice for flow in best for choice in flow]
+        yield [choice for flow in list(own.values())[:FLOWS_EACH] for choice in flow]
 
 
 def _scheduled(choice: Choice) -> list[Choice]:

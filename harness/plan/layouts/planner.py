@@ -79,14 +79,8 @@ def plan(request: PlanRequest) -> PlanResult:
         return choice.memory_bytes > limit, choice.step_s, choice.name
 
     found.sort(key=rank)
-    if found[0].memory_bytes > limit:
-        least = min(choice.memory_bytes for choice in found)
-        raise PlanError(
-            f"no layout of {graph.name!r} fits: of {len(found)}, the closest needs "
-            f"{format_bytes(least)} on a device, which has {format_bytes(float(limit))}: add "
-            "devices or memory, or lower the batch"
-        )
-    if request.cluster.n_devices <= MOST_DEVICES:
+    affordable = [choice for choice in found if choice.memory_bytes <= limit]
+    if affordable and request.cluster.n_devices <= MOST_DEVICES:
         simulator = Simulator(
             graph,
             profile,
@@ -94,13 +88,18 @@ def plan(request: PlanRequest) -> PlanResult:
             options=options_of(profile, request.cluster, request.reduce_dtype, request.optimizer),
             memory_bytes=limit,
         )
-        affordable = [choice for choice in found if choice.memory_bytes <= limit]
         may_shard = request.shards_for_speed and search.may_shard_for_speed
         best = judged(affordable, simulator, search.strategy, may_shard=may_shard)
-        if best:
-            return _result(request, search, [*best, *found], limit)
-    if request.shards_for_speed:
+        found = [*best, *found[len(affordable) :]]
+    elif request.shards_for_speed:
         found = sorted([*found, *search.sharded(found)], key=rank)
+    if found[0].memory_bytes > limit:
+        least = min(choice.memory_bytes for choice in found)
+        raise PlanError(
+            f"no layout of {graph.name!r} fits: of {len(found)}, the closest needs "
+            f"{format_bytes(least)} on a device, which has {format_bytes(float(limit))}: add "
+            "devices or memory, or lower the batch"
+        )
     return _result(request, search, found, limit)
 
 
