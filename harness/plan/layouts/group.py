@@ -16,6 +16,7 @@ import numpy.typing as npt
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.domain.routes import first_bucket_bytes
 from harness.domain.shard_state import ShardState, shards_parameters
 from harness.domain.strategy import OperatorPlan
 from harness.domain.weight_units import ROUNDED_KINDS, unit_ends
@@ -296,11 +297,20 @@ def _activation_bytes(
 
 
 def buckets_in_turn(weights: Floats, options: SimulatorOptions) -> tuple[list[int], list[float]]:
-    """The ends of a stage's buckets of sharded gradients and their bytes, from its last operator
-    on, by bytes of each operator's gradients."""
-    in_turn = weights[::-1]
-    ends = unit_ends(in_turn.tolist(), options.bucket_bytes)
-    return ends, [float(in_turn[a:b].sum()) for a, b in pairwise((0, *ends))]
+    """The ends of a stage's buckets of gradients and their bytes, from its last operator on, by
+    bytes of each operator's gradients."""
+    ends: list[int] = []
+    sizes: list[float] = []
+    limit = float(first_bucket_bytes(options.bucket_bytes))
+    for end, n_bytes in enumerate(weights[::-1].tolist(), 1):
+        if not n_bytes:
+            continue
+        if not ends or sizes[-1] >= limit:
+            limit = options.bucket_bytes if ends else limit
+            ends, sizes = [*ends, end], [*sizes, 0.0]
+        ends[-1] = end
+        sizes[-1] += n_bytes
+    return ends, sizes
 
 
 def bucket_bytes_at(weights: Floats, n_microbatches: int, options: SimulatorOptions) -> Floats:
@@ -308,7 +318,8 @@ def bucket_bytes_at(weights: Floats, n_microbatches: int, options: SimulatorOpti
     `sharded_state.passing_bytes`, by bytes of each operator's gradients."""
     in_turn = weights[::-1]
     ends, sizes = buckets_in_turn(weights, options)
-    found = np.full(len(weights), 2 * sizes[-1] * (n_microbatches > 1))
-    for begin, n_bytes in zip((0, *ends), bucket_memory(sizes), strict=False):
+    filling = bucket_memory(sizes, is_repeated=n_microbatches > 1)
+    found = np.full(len(weights), 2 * sum(sizes[-1:]) * (n_microbatches > 1))
+    for begin, n_bytes in zip((0, *ends), filling, strict=False):
         found[begin + int((in_turn[begin:] > 0).argmax()) :] = n_bytes
     return found[::-1]

@@ -198,19 +198,10 @@ def _sums_after_s(
     """Seconds of a stage's all-reduces after its last backward: each bucket is summed once it is
     full, after the one before."""
     backward_s = costs.backward_s[begin:end][::-1].cumsum()
-    n_bytes, limit = 0.0, first_bucket_bytes(options.bucket_bytes)
-    full_s: list[float] = []
-    sizes: list[float] = []
-    for now_s, weight in zip(backward_s, costs.weight_bytes[begin:end][::-1], strict=True):
-        n_bytes += weight
-        if n_bytes >= limit:
-            full_s, sizes = [*full_s, now_s], [*sizes, n_bytes]
-            n_bytes, limit = 0.0, options.bucket_bytes
-    if n_bytes:
-        full_s, sizes = [*full_s, backward_s[-1]], [*sizes, n_bytes]
+    ends, sizes = buckets_in_turn(costs.weight_bytes[begin:end], options)
     summed_s = rings.every(np.array(sizes) * options.sent_bytes_per_gradient_byte)
     end_s = 0.0
-    for ready_s, each_s in zip(full_s, summed_s, strict=True):
+    for ready_s, each_s in zip(backward_s[np.array(ends, int) - 1], summed_s, strict=True):
         end_s = max(end_s, ready_s) + each_s
     return max(0.0, float(end_s - backward_s[-1]))
 
@@ -247,7 +238,7 @@ def _waits(
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
         gathered = np.add.reduceat(costs.gathered_bytes[begin:end], starts)
         gather_s = rings.part("all_gather", gathered)
-        last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
+        last = sum(buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1:])
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
         *sum_s, last_s = rings.part("reduce_scatter", sent) * options.overlap
         *outer_s, last_outer_s = rings.outer(sent) * options.overlap

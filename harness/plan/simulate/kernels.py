@@ -2,9 +2,10 @@
 
 A device runs its tasks in the fixed order of its schedule. Dependencies on other devices are only
 through transfers and all-reduces, which are served in the order in which they become ready (ties:
-lower number first). Each occupies all its resources when the last of them is free. But a transfer
-does not wait for a bucket of gradients that is summed beside backward: both get half of a link or
-NIC meanwhile, as TCP shares it.
+lower number first). Each starts when the last of its resources is free, and occupies them from then
+on; but its share of a NIC begins when that NIC is free. A transfer does not wait for a bucket of
+gradients that is summed beside backward: both get half of a link or NIC meanwhile, as TCP shares
+it.
 
 If communication has overhead (`host_s_per_byte`), events run in order of time. A transfer loads the
 processors of both its ends evenly during its duration, and computing on these devices gets the rest

@@ -78,11 +78,13 @@ def _may_have_hooks(operator: Operator) -> bool:
     return is_whole and has_parameters
 
 
-def bucket_memory(sizes: Sequence[float]) -> list[float]:
+def bucket_memory(sizes: Sequence[float], *, is_repeated: bool) -> list[float]:
     """Bytes of one group's buckets of gradients that are in memory while backward fills each one:
-    it, and the one before, which is on its way and so both sent and received. The last bucket
-    stays on its way until the next microbatch's first one."""
-    return [size + 2 * before for size, before in zip(sizes, (0.0, *sizes), strict=False)]
+    it, and the one before, which is on its way and so both sent and received. If it is repeated
+    for several microbatches, the last bucket stays on its way until the next one's first is full.
+    """
+    last = sizes[-1:] if is_repeated else [0.0]
+    return [size + 2 * before for size, before in zip(sizes, (*last, *sizes), strict=False)]
 
 
 def unit_memory(sizes: Sequence[float]) -> float:
@@ -143,8 +145,9 @@ def passing_bytes(tables: Tables, n_rounds: int) -> tuple[Floats, Floats]:
         devices = list(group)
         sizes = buckets.n_bytes[numbers].tolist()
         last = 2 * sizes[-1] * (n_rounds > 1)
+        filling = bucket_memory(sizes, is_repeated=n_rounds > 1)
         now = np.full(tables.n_ops, last)  # by operator, in the order of backward
-        for number, n_bytes in zip(numbers, bucket_memory(sizes), strict=True):
+        for number, n_bytes in zip(numbers, filling, strict=True):
             now[: max(buckets.members[number]) + 1] = n_bytes
         forward[:, devices] += last
         backward[:, devices] += now[:, None]

@@ -28,6 +28,7 @@ from harness.plan.layouts.degrees import (
     parse_layout,
     profiled_layout,
 )
+from harness.plan.layouts.judging import judged
 from harness.plan.layouts.planner import LayoutSearch
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -130,9 +131,9 @@ def test_state_is_sharded_as_far_as_memory_needs():
     found = {}
     # Weights, gradients and one state of 32 MB each on four replicas, two a node; where only the
     # optimizer's state is sharded, sums of 8 MB beside all gradients; layers of 4 MB are buckets
-    # and units, of which three and two are in memory; activations of 3.2 MB, of which backward has
-    # freed 0.4 MB when three buckets are.
-    for limit_mb in (99.3, 83.3, 75.3, 62.9, 46.9, 46.7):
+    # and units, of which three and two are in memory; activations of 3.2 MB, all of them while the
+    # first bucket fills and the last one of the microbatch before is on its way.
+    for limit_mb in (99.3, 83.3, 75.3, 63.3, 47.3, 47.1):
         search = LayoutSearch(graph, profile, cluster(), BATCH, options, limit_bytes=limit_mb * 1e6)
         own = [c for c in search.choices() if c.layout.dp == 4 and c.n_microbatches == 4]
         fitting = [c for c in own if c.memory_bytes <= limit_mb * 1e6 and not c.segments]
@@ -145,6 +146,33 @@ def test_state_is_sharded_as_far_as_memory_needs():
         ["parameters"],
         [],
     ]
+
+
+@pytest.mark.parametrize("state", ["gradients", "parameters"])
+def test_buckets_are_in_memory_from_a_small_first_one_to_the_last_with_weights(state):
+    graph, profile = chain()
+    weightless = replace(graph.operators[0], parameter_bytes=0)
+    graph, where = replace(graph, operators=[weightless, *graph.operators[1:]]), cluster()
+    search = LayoutSearch(graph, profile, where, BATCH, limit_bytes=0, shard_state=state)
+    simulator = Simulator(graph, profile, where)
+    for choice in (choice for choice in search.choices() if not choice.segments):
+        simulated = max(simulator.simulate(search.strategy(choice)).memory_bytes.values())
+        assert choice.memory_bytes == pytest.approx(simulated, rel=MEMORY), choice.name
+
+
+def test_layouts_that_do_not_fit_by_the_simulator_come_last():
+    graph, profile = chain()
+    where = Cluster.uniform(
+        2, 2, inside_bytes_per_s=8e9, between_bytes_per_s=2e9, memory_bytes=10**9, latency_s=0.01
+    )
+    search = LayoutSearch(graph, profile, where, BATCH)
+    ranked = sorted(search.choices(), key=lambda choice: choice.step_s)
+    least = min(ranked, key=lambda choice: choice.memory_bytes)
+    assert least.step_s > 2 * ranked[0].step_s
+    simulator = Simulator(graph, profile, where, memory_bytes=least.memory_bytes)
+    first, *others = judged(ranked, simulator, search.strategy, may_shard=False)
+    assert first.memory_bytes == least.memory_bytes
+    assert others[-1].memory_bytes > least.memory_bytes
 
 
 def test_a_group_that_can_share_operators_by_samples_alone_is_refused():
