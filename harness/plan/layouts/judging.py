@@ -46,7 +46,7 @@ def judged(
 
     def judge(choices: Sequence[Choice]) -> list[Choice]:
         nonlocal left
-        fitting = []
+        fitting: list[Choice] = []
         for choice in choices:
             if left <= 0:
                 break
