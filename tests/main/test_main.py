@@ -232,7 +232,7 @@ def test_a_dry_run_refuses_a_users_model_that_cannot_be_imported(
         ("train --model lenet --strategy {dir}/none/plan.json",
          "strategy file {dir}/none/plan.json: No such file"),
         ("train --model lenet --data imagefolder --data-dir {dir}/none",
-         "--data-dir {dir}/none holds no class"),
+         "{dir}/none holds no class"),
         ("train --model lenet --engine executor --load-state {dir}/none",
          "{dir}/none holds no shard*.safe"),
     ],

@@ -114,7 +114,9 @@ def class_names(data_dir: Path) -> list[str]:
     """
     names = sorted(e.name for e in data_dir.iterdir() if e.is_dir()) if data_dir.is_dir() else []
     if not names:
-        raise DataError(f"--data-dir {data_dir} holds no classes: it should hold {FOLDER_LAYOUT}")
+        raise DataError(
+            f"{data_dir} holds no classes: --data-dir and --held-out-dir hold {FOLDER_LAYOUT}"
+        )
     return names
 
 
@@ -144,6 +146,4 @@ def open_folder(data_dir: Path, image_size: int) -> ImageData:
         folder = import_torchvision("datasets").ImageFolder(str(data_dir), steps, loader=_load)
         return ImageData(folder)
     except FileNotFoundError as error:
-        raise DataError(
-            f"--data-dir {data_dir}: {error}; it should hold {FOLDER_LAYOUT}"
-        ) from error
+        raise DataError(f"{data_dir}: {error}; it should hold {FOLDER_LAYOUT}") from error

@@ -118,6 +118,10 @@ def test_held_out_text_is_that_of_another_file(tmp_path):
             DATA["text"].check(replace(given, data_dir=trained, held_out_dir=other))
     with pytest.raises(DataError, match=r"^--held-out-dir is --data-dir .*: give data of its own"):
         open_held_out("text", replace(given, held_out_dir=tmp_path), task, 2)
+    with pytest.raises(
+        DataError, match=r"^/.*val holds no train.tsv .*--held-out-dir take .* or the file itself$"
+    ):
+        DATA["sst2"].check(replace(given, data_dir=file, held_out_dir=held_out.parent))
     held_out.write_text("")
     with pytest.raises(DataError, match="val holds out no sample: leave out --evaluate"):
         open_held_out("text", replace(given, held_out_dir=held_out.parent), task, 2)

@@ -104,7 +104,10 @@ def find_file(data_dir: Path, names: Sequence[str], kind: str) -> list[Path]:
     for name in names:
         if (data_dir / name).is_file():
             return [data_dir / name]
-    raise DataError(f"--data-dir {data_dir} holds no {' or '.join(names)}: it should hold {kind}")
+    raise DataError(
+        f"{data_dir} holds no {' or '.join(names)}: --data-dir and --held-out-dir take a directory "
+        f"of {kind}, or the file itself"
+    )
 
 
 def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
@@ -115,7 +118,10 @@ def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
     """
     found = [data_dir] if data_dir.is_file() else sorted(data_dir.glob(f"*{suffix}"))
     if not found:
-        raise DataError(f"--data-dir {data_dir} holds no *{suffix}: it should hold {kind}")
+        raise DataError(
+            f"{data_dir} holds no *{suffix}: --data-dir and --held-out-dir take a directory of {kind}, "
+            "or a file"
+        )
     return found
 
 
