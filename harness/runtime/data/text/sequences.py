@@ -119,8 +119,8 @@ def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
     found = [data_dir] if data_dir.is_file() else sorted(data_dir.glob(f"*{suffix}"))
     if not found:
         raise DataError(
-            f"{data_dir} holds no *{suffix}: --data-dir and --held-out-dir take a directory of {kind}, "
-            "or a file"
+            f"{data_dir} holds no *{suffix}: --data-dir and --held-out-dir take a directory of "
+            f"{kind}, or a file"
         )
     return found
 
