@@ -95,8 +95,8 @@ def _check_unused(config: TrainConfig) -> None:
 
 def _check_held_out(config: TrainConfig) -> None:
     """Refuse an evaluation without held-out samples, or with those of two places."""
-    is_own, is_elsewhere = ":" in config.data, config.held_out_dir is not None
-    has_held_out = is_own or entry_of(config.data).held_out is not None
+    is_elsewhere = config.held_out_dir is not None
+    has_held_out = entry_of(config.data).held_out is not None
     others = [n for n, row in DATA.items() if not row.held_out and n != "synthetic"]
     if is_elsewhere and config.data not in others:
         why = f"--data {' or '.join(others)}, --data is {config.data}"

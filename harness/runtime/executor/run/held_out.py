@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.domain.graph import LOSS
 from harness.errors import ConfigError
 from harness.runtime.data import count_targets, load_batches
 from harness.runtime.data.batch import BatchPlan
@@ -66,4 +67,4 @@ def evaluate_held_out(
     counted = sum(count_targets(data, task, range(world.rank, n_samples, world.size)))
     n_targets = max(1.0, sum(gather_numbers(counted, world)))
     wholes = [sum(gather_numbers(total, world)) for total in totals.tolist()]
-    return {name: x / n_targets for name, x in zip(("loss", *metrics), wholes, strict=True)}
+    return {name: x / n_targets for name, x in zip((LOSS, *metrics), wholes, strict=True)}
