@@ -138,13 +138,15 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
         return
     holders = {group for _, group in Trial(simulator, strategy).slices()}
     if all(len(group) < 2 for group in holders):
-        where, remedy = "", "use ddp, or fewer --stages than ranks"
-        if shards_in_nodes(strategy.shard_state):
+        where, remedy = "", ", or use ddp, or fewer stages than ranks"
+        if simulator.options.sync_every > 1:
+            where, remedy = " of a replica", ""
+        elif shards_in_nodes(strategy.shard_state):
             where = " of a host"
-            remedy = f"use --shard-state {strategy.shard_state.removesuffix('_in_node')}"
+            remedy = f", or use --shard-state {strategy.shard_state.removesuffix('_in_node')}"
         raise StrategyError(
             f"--shard-state {strategy.shard_state} divides weights among the devices{where} that "
-            f"hold them, and strategy {strategy.name!r} has each on one device{where}: drop it, or "
+            f"hold them, and strategy {strategy.name!r} has each on one device{where}: drop it"
             f"{remedy}"
         )
 

@@ -78,10 +78,10 @@ class TrainLoop:
     def measure(self, n_steps: int) -> None:
         """Warm up, then train the recorded steps until `n_steps`."""
         self._n_steps = n_steps
-        if 0 < self._first < n_steps and self._changes is not None:
-            self.training = self._changes.before_step(self._first, self.training)
         if self._first:  # the run before may have lost its rank in an evaluation
             self._evaluate(self._first - 1)
+        if 0 < self._first < n_steps and self._changes is not None:
+            self.training = self._changes.before_step(self._first, self.training)
         if self._first:  # no step warms up, and the first shall not hold another rank's planning
             barrier()
         self._begin_epoch()

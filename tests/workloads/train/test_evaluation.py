@@ -256,6 +256,20 @@ def test_bytes_of_an_evaluation_or_a_change_are_not_those_of_a_step(monkeypatch)
     assert [value for metric, value in found if metric == "nic_sent_bytes"] == 6 * [10]
 
 
+def test_a_run_that_goes_on_repeats_an_evaluation_before_layers_freeze_and_lose_their_averages(
+    monkeypatch,
+):
+    done = []
+    changes = SimpleNamespace(before_step=lambda step, now: done.append("change"))
+    loop = TrainLoop(TRAINING, SimpleNamespace(world=SimpleNamespace(interface="lo")), 1, changes,
+                     first=10)  # fmt: skip
+    monkeypatch.setattr(workload, "barrier", lambda: None)
+    monkeypatch.setattr(workload, "measure_steps", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "_evaluate", lambda step: done.append(step))
+    loop.measure(20)
+    assert done == [9, "change"]
+
+
 def test_ranks_wait_for_each_other_between_warm_up_and_the_first_recorded_step(monkeypatch):
     done = []
     engine = SimpleNamespace(

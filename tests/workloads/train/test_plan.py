@@ -67,6 +67,7 @@ CASES = {
     "again": replace(CASE, strategy="ddp", engine="executor"),
     "missing file": replace(CASE, strategy="/nowhere/plan.json", engine="executor"),
     "too many stages": replace(CASE, strategy="pipeline", engine="executor", stages=3),
+    "small replicas": replace(CASE, engine="executor", sync_every=2, shard_state="optimizer"),
 }  # fmt: skip
 TRAINED_ALIKE = ["ddp", "torch ddp", "tensor", "searched", "pipeline", "gpipe", "interleaved"]
 
@@ -158,6 +159,8 @@ def test_what_rank_0_refuses_all_refuse(trained):
     for name, message in {
         "missing file": "StrategyError: strategy file /nowhere/plan.json: No such file",
         "too many stages": "StrategyError: 3 stages cannot be made of 13 operators on 2 devices",
+        "small replicas": "StrategyError: --shard-state optimizer divides weights among the "
+        "devices of a replica that hold them, and strategy 'ddp' has each on one",
     }.items():
         for rank in trained:
             assert rank[name].startswith(message)
