@@ -1,4 +1,4 @@
-"""Fixtures for tests of several packages: a small disk, and restored process state."""
+"""Fixtures for tests of several packages: ranks, a small disk, and restored process state."""
 
 import gc
 import os
@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # All tests but those marked gpu run on the CPU, also on a machine with GPUs.
 os.environ.setdefault("FIRST_GPU", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Tests name hosts that do not exist; a name server that drops questions delays each by 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
     os.environ.setdefault(name, "1")
 
@@ -68,6 +70,35 @@ def _unchanged_process():
         os.environ.update(environ)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def _started(device):
+    """Ranks of every number, each started when first needed; see equivalence_check.py."""
+    from equivalence_check import RanksBySize
+
+    with RanksBySize(device) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def _cpu_ranks():
+    yield from _started("cpu")
+
+
+@pytest.fixture(scope="session")
+def ranks(_cpu_ranks):
+    return _cpu_ranks
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks(_cpu_ranks):
+    return _cpu_ranks.under_nccl_rules()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """Ranks that share a GPU."""
+    yield from _started("cuda:0")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "executor"))
-from equivalence_check import RanksBySize
 from equivalence_training import merged
 from model_zoo import Options, _judged, rows
 from msgspec.structs import replace
@@ -17,12 +16,6 @@ from harness.domain.strategy import OperatorPlan, Strategy
 from harness.runtime.capture.capture import capture
 
 WHOLE = [BATCH]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RanksBySize() as started:
-        yield started
 
 
 def case_of(model):

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -206,6 +207,21 @@ class Ranks:
             self._connection.close()
             self._server.join()
 
+    def _connected(self) -> Connection:
+        """The connection with the server, which is started when first needed."""
+        if self._connection is None:
+            self._connection, servers_end = multiprocessing.Pipe()
+            self._server = _start_server(servers_end, self.device)
+            servers_end.close()
+        return self._connection
+
+    def under_nccl_rules(self) -> Self:
+        """Ranks of the same server under NCCL's rules; see nccl_rules.py."""
+        self._connected()
+        found = copy(self)
+        found.device = nccl_rules.NAME
+        return found
+
     def run(
         self, size: int, function: Job, argument: Any, *, timeout_s: float = JOB_TIMEOUT_S
     ) -> list[Any]:
@@ -214,13 +230,10 @@ class Ranks:
         Raises:
             RanksFailedError: on some rank it raised or took too long.
         """
-        if self._connection is None:
-            self._connection, servers_end = multiprocessing.Pipe()
-            self._server = _start_server(servers_end, self.device)
-            servers_end.close()
+        connection = self._connected()
         job = pickle.dumps((function, argument, self.device))
-        self._connection.send((job, size, timeout_s))
-        answers = self._connection.recv()
+        connection.send((job, size, timeout_s))
+        answers = connection.recv()
         if all(answer[:1] == b"+" for answer in answers):
             return [
                 torch.load(io.BytesIO(a[1:]), map_location="cpu", weights_only=False)
