@@ -52,7 +52,7 @@ from harness.runtime.capture.sample_losses import split_by_samples
 from harness.runtime.capture.saved import KeptBytes, tensors_within
 from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
-from harness.runtime.models.task import ModelOptions, Task, check_weights, logits_of
+from harness.runtime.models.task import ModelOptions, Task, check_memory, check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN, function_name
 from harness.runtime.tracing.hooks import has_gradient_hooks
 from harness.runtime.tracing.mixing import SampleMixing
@@ -369,6 +369,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
     )
     module = trace(task.model, examples)
+    check_memory(module)
     with torch.device("meta"):  # for tensors that modules create
         join_samples(module, examples)
         replace_in_place_writes(module, examples)

@@ -58,10 +58,11 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
         for parameter in module.parameters()
     }
     memo |= {id(buffer): make(buffer) for buffer in module.buffers()}
-    # The old weight_norm stores its computed weight, which deepcopy refuses.
+    # The old weight_norm stores its computed weight, which deepcopy refuses; a copy of a weight that
+    # is an attribute is on the meta device where the weights are.
     for owner in module.modules():
-        computed = (x for x in vars(owner).values() if isinstance(x, Tensor) and not x.is_leaf)
-        memo |= {id(x): make(x) for x in computed}
+        others = (x for x in vars(owner).values() if isinstance(x, Tensor))
+        memo |= {id(x): make(x) for x in others if x.is_meta or not x.is_leaf}
     return memo
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -346,3 +347,45 @@ def check_weights(model: nn.Module) -> None:
                 f"module {path!r} ({type(module).__name__}) has no weights before its first batch: "
                 "call the model on a batch where it is made, or give the module its sizes"
             )
+
+
+def check_memory(model: nn.Module) -> None:
+    """Refuse trained weights that share memory with themselves or others: one device updates them
+    as one, and devices that have parts of them would not."""
+    owners: defaultdict[object, dict[str, Tensor]] = defaultdict(dict)
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.layout is torch.strided and weight.numel():
+            owners[weight.untyped_storage()._cdata, weight.dtype][name] = weight
+    for weights in owners.values():
+        trained = {n: w for n, w in weights.items() if w.requires_grad}
+        for name, weight in trained.items():
+            steps = zip(weight.shape, weight.stride(), strict=True)
+            if any(n > 1 and not step for n, step in steps):
+                raise ModelError(
+                    f"elements of weight {name!r} share memory (expand), where no optimizer can "
+                    "update them: give the model a copy (clone)"
+                )
+        if len(weights) > 1 and trained:
+            _check_apart(trained | weights)
+
+
+def _check_apart(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of one storage, the trained ones first, of which a trained one overlaps."""
+    names = list(weights)
+    size = max(_last_place(weight) for weight in weights.values()) + 1
+    owner = torch.full([size], -1, device="cpu")
+    for k, weight in enumerate(weights.values()):
+        places = owner.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+        other = int(places.max())
+        if other >= 0:
+            raise ModelError(
+                f"weights {names[other]!r} and {names[k]!r} share memory but are two tensors, which "
+                "a strategy would train apart: make them one parameter, or copy (clone) one"
+            )
+        if weight.requires_grad:
+            places.fill_(k)
+
+
+def _last_place(weight: Tensor) -> int:
+    reach = sum((n - 1) * step for n, step in zip(weight.shape, weight.stride(), strict=True))
+    return weight.storage_offset() + reach

@@ -264,6 +264,60 @@ def test_weights_without_a_shape_are_refused_by_their_module():
         capture(task_on(model), 6, "lazy")
 
 
+def _two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+class Reading(nn.Linear):
+    """Also reads a tensor that is not its parameter."""
+
+    def __init__(self, make):
+        super().__init__(4, 4)
+        self.other = make(self.weight)
+
+    def forward(self, x):
+        return super().forward(x) @ self.other
+
+
+def _share_parameter(model):
+    model[2].weight = nn.Parameter(model[0].weight)
+
+
+def _share_transposed(model):
+    model[2].weight.data = model[0].weight.data.t()
+
+
+def _share_rows(model):
+    whole = torch.randn(6, 4)
+    model[0].weight, model[2].weight = nn.Parameter(whole[:4]), nn.Parameter(whole[2:])
+
+
+@pytest.mark.parametrize("share", [_share_parameter, _share_transposed, _share_rows])
+def test_two_weights_that_share_memory_are_refused(share):
+    model = _two_linears()
+    share(model)
+    with pytest.raises(ModelError, match=r"^weights '0.weight' and '2.weight' share memory but"):
+        capture(task_on(model), 6, "shared")
+
+
+def test_weights_beside_each_other_in_memory_are_captured():
+    model, whole = _two_linears(), torch.randn(4, 8)
+    model[0].weight, model[2].weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+    assert capture(task_on(model), 6, "columns").graph.operators
+
+
+def test_an_attribute_that_is_a_view_of_a_trained_weight_is_refused():
+    with pytest.raises(ModelError, match=r"^weights 'weight' and 'other' share memory but"):
+        capture(task_on(Reading(lambda weight: weight.detach())), 6, "view")
+
+
+def test_a_weight_whose_elements_share_memory_is_refused():
+    model = _two_linears()
+    model[0].bias = nn.Parameter(torch.zeros(1).expand(4))
+    with pytest.raises(ModelError, match=r"^elements of weight '0.bias' share memory"):
+        capture(task_on(model), 6, "expanded")
+
+
 class Loose(Layer):
     """Takes whatever it is given."""
 

@@ -241,3 +241,17 @@ def test_a_mean_of_all_batches_asks_for_no_count_of_them_where_weights_are_on_me
     with weights_on_meta():
         net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
     assert users_task(net, (torch.ones(2, 4),)).n_classes == 3
+
+
+def test_an_attribute_that_copies_a_weight_is_as_fake_as_the_weight_on_meta():
+    class Anchored(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.first = self.weight.detach().clone()
+
+        def forward(self, x):
+            return super().forward(x) + x @ self.first.t()
+
+    with weights_on_meta():
+        net = Anchored()
+    assert users_task(net, (torch.ones(2, 4),)).n_classes == 3
