@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
@@ -58,8 +60,8 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
         for parameter in module.parameters()
     }
     memo |= {id(buffer): make(buffer) for buffer in module.buffers()}
-    # The old weight_norm stores its computed weight, which deepcopy refuses; a copy of a weight that
-    # is an attribute is on the meta device where the weights are.
+    # The old weight_norm stores its computed weight, which deepcopy refuses; an attribute that is
+    # computed of weights is on the meta device where they are.
     for owner in module.modules():
         others = (x for x in vars(owner).values() if isinstance(x, Tensor))
         memo |= {id(x): make(x) for x in others if x.is_meta or not x.is_leaf}
@@ -68,8 +70,8 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
 
 @contextmanager
 def forgotten_stand_ins() -> Iterator[None]:
-    """Clear each `lru_cache` that holds fake or traced tensors after the block, because a model's
-    next call would read them."""
+    """After the block, clear each `lru_cache` that holds tensors, and remove fake and traced ones
+    from dicts of modules and classes, because a model's next call would read them."""
     try:
         yield
     finally:
@@ -78,3 +80,17 @@ def forgotten_stand_ins() -> Iterator[None]:
             held = tree_leaves(gc.get_referents(each)) if type(each) is _Cached else ()
             if any(isinstance(x, Tensor | fx.Proxy) for x in held):
                 each.cache_clear()
+        for cached in _global_dicts():
+            for key, value in list(cached.items()):
+                values = value if isinstance(value, tuple | list) else (value,)
+                if any(isinstance(x, FakeTensor | fx.Proxy) for x in values):
+                    del cached[key]
+
+
+def _global_dicts() -> Iterator[dict[Any, Any]]:
+    """Dicts that are variables of modules, or attributes of classes there; none of torch's."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "torch":
+            held = list(vars(module).values())
+            of_classes = [vars(x).values() for x in held if isinstance(x, type)]
+            yield from (x for x in chain(held, *of_classes) if type(x) is dict)

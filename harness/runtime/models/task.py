@@ -379,8 +379,8 @@ def _check_apart(weights: Mapping[str, Tensor]) -> None:
         other = int(places.max())
         if other >= 0:
             raise ModelError(
-                f"weights {names[other]!r} and {names[k]!r} share memory but are two tensors, which "
-                "a strategy would train apart: make them one parameter, or copy (clone) one"
+                f"weights {names[other]!r} and {names[k]!r} share memory but are two tensors, "
+                "which a strategy would train apart: make them one parameter, or copy (clone) one"
             )
         if weight.requires_grad:
             places.fill_(k)

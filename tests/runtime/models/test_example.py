@@ -6,6 +6,7 @@ import copy
 import re
 from dataclasses import replace
 from functools import lru_cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -481,18 +482,44 @@ def test_the_loss_of_a_tuple_is_trained_on_what_the_model_computes_with_labels(f
     held(task)
 
 
-def test_a_cached_function_keeps_no_fake_tensor_and_a_flag_is_passed():
-    # Made here, because tests freeze what they have imported, and no cache is sought among that.
-    table = lru_cache(lambda device: torch.arange(6.0, device=device))
+class Cached(Words):
+    """Reads a table that a cached function makes of its inputs' device."""
 
-    class Cached(Words):
-        """Reads a table that a cached function makes of its inputs' device."""
+    tables: ClassVar = {}
 
-        def forward(self, tokens, *, is_scaled):
-            x = self.words(tokens)
-            return self.last(x * table(x.device)) if is_scaled else x, None
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
 
-    task = task_of("m:f", (Cached(), {"tokens": TOKENS, "is_scaled": True}), OPTIONS)
+    def forward(self, tokens, *, is_scaled):
+        x = self.words(tokens)
+        return self.last(x * self.table(x.device)) if is_scaled else x, None
+
+
+_TABLES = {}
+
+
+def _table(device):
+    return torch.arange(6.0, device=device)
+
+
+def _table_of_module(device):
+    if device not in _TABLES:
+        _TABLES[device] = torch.arange(6.0, device=device)
+    return _TABLES[device]
+
+
+def _table_of_class(device):
+    if device not in Cached.tables:
+        Cached.tables[device] = (torch.arange(6.0, device=device), None)
+    return Cached.tables[device][0]
+
+
+@pytest.mark.parametrize("table", [_table, _table_of_module, _table_of_class])
+def test_a_cached_function_keeps_no_fake_tensor_and_a_flag_is_passed(table):
+    if table is _table:  # cached here, because no cache is sought among what tests have imported
+        table = lru_cache(table)
+    task = task_of("m:f", (Cached(table), {"tokens": TOKENS, "is_scaled": True}), OPTIONS)
     assert [spec.name for spec in task.inputs] == ["tokens"]
     held(task)
     assert type(table(torch.device("cpu"))) is torch.Tensor
