@@ -388,4 +388,4 @@ def _check_apart(weights: Mapping[str, Tensor]) -> None:
 
 def _last_place(weight: Tensor) -> int:
     reach = sum((n - 1) * step for n, step in zip(weight.shape, weight.stride(), strict=True))
-    return weight.storage_offset() + reach
+    return int(weight.storage_offset() + reach)
