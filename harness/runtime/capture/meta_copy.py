@@ -69,9 +69,10 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
 
 
 @contextmanager
-def forgotten_stand_ins() -> Iterator[None]:
+def forgotten_stand_ins(model: nn.Module) -> Iterator[None]:
     """After the block, clear each `lru_cache` that holds tensors, and remove fake and traced ones
-    from dicts of modules and classes, because a model's next call would read them."""
+    from dicts of the modules and classes of a model's code, because its next call would read them.
+    """
     try:
         yield
     finally:
@@ -80,17 +81,18 @@ def forgotten_stand_ins() -> Iterator[None]:
             held = tree_leaves(gc.get_referents(each)) if type(each) is _Cached else ()
             if any(isinstance(x, Tensor | fx.Proxy) for x in held):
                 each.cache_clear()
-        for cached in _global_dicts():
+        for cached in _dicts_of_code(model):
             for key, value in list(cached.items()):
                 values = value if isinstance(value, tuple | list) else (value,)
                 if any(isinstance(x, FakeTensor | fx.Proxy) for x in values):
                     del cached[key]
 
 
-def _global_dicts() -> Iterator[dict[Any, Any]]:
-    """Dicts that are variables of modules, or attributes of classes there; none of torch's."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "torch":
-            held = list(vars(module).values())
+def _dicts_of_code(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Dicts that are variables where the parts of a model are written, or attributes of classes
+    there."""
+    for name in {type(part).__module__ for part in model.modules()}:
+        if name in sys.modules and not name.startswith("torch."):
+            held = list(vars(sys.modules[name]).values())
             of_classes = [vars(x).values() for x in held if isinstance(x, type)]
             yield from (x for x in chain(held, *of_classes) if type(x) is dict)

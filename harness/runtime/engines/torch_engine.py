@@ -51,7 +51,7 @@ def unread_parameters(task: Task) -> tuple[str, ...]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next(task.model.parameters()).device
     batch = draw_batch(task, _N_SAMPLES, 0, device)
-    with forgotten_stand_ins(), without_values():
+    with forgotten_stand_ins(task.model), without_values():
         try:
             model = fake_copy(task.model, mode)
             inputs = [fake(x, mode) for x in batch.inputs]

@@ -198,7 +198,7 @@ def _run_once(
         for part in copied.modules():
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.num_batches_tracked = None  # a norm without momentum reads its value
-        with forgotten_stand_ins(), without_values(), mode, CallRecorder() as recorder:
+        with forgotten_stand_ins(model), without_values(), mode, CallRecorder() as recorder:
             output = copied(*given)
     except ModelError:
         raise

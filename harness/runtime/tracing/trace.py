@@ -215,7 +215,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     while True:
         tracer = ModelTracer(whole, states, len(examples))
         try:
-            with no_random_draws(), forgotten_stand_ins():
+            with no_random_draws(), forgotten_stand_ins(model):
                 graph = tracer.trace(model)
             if not tracer.states.writes:
                 packing = join_packed(graph, model)
@@ -256,7 +256,11 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     while True:
         try:
             eager = patches.replaced(torch.compiler, "is_compiling", lambda: False)
-            with no_random_draws(), forgotten_stand_ins(), eager if is_eager else nullcontext():
+            with (
+                no_random_draws(),
+                forgotten_stand_ins(model),
+                eager if is_eager else nullcontext(),
+            ):
                 module = export(model, examples, whole)
             break
         except LoopError as found:
