@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 
 import msgspec
 
@@ -29,6 +30,7 @@ from harness.units import format_count
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
+MOST_REFINED = 3  # pipelines, each of another number of microbatches
 MOST_TURNS = 100  # interleaved pipelines for each number of microbatches
 
 
@@ -131,25 +133,26 @@ class Searches:
             choices = list(self._choices(search, each))
             if choices:
                 found.append((search, choices))
-        fastest_s = math.inf
+        judged: list[tuple[float, str, PipelineSearch, Pipeline, Form]] = []
         for search, choices in sorted(found, key=lambda one: one[1][0][0].bound_s):
-            if objective.is_out_of_time():
-                return
             count = format_count(search.n_microbatches, "microbatch")
             method = f"pipeline dynamic programming, {count}"
-            objective.start(method, budget=min(2 * each, end - objective.n_proposals))
+            objective.start(method, budget=min(each, end - objective.n_proposals))
             scores = []
             for pipeline, form in choices:
                 if objective.is_over():
                     break
                 scores.append(search.judge(pipeline, objective, form))
-            best = objective.best_of.get(method)
-            if best is None or best.step_s >= fastest_s or objective.is_out_of_time():
-                continue
-            fastest_s = best.step_s
-            score = min(scores)
-            refined = search.refine(*choices[scores.index(score)], score, objective)
-            left = min(MOST_TURNS, end - objective.n_proposals)
+            if scores:
+                best = scores.index(min(scores))
+                judged.append((scores[best], count, search, *choices[best]))
+        for score, count, search, pipeline, form in sorted(judged, key=itemgetter(0))[:MOST_REFINED]:
+            left = end - objective.n_proposals
+            objective.start(f"pipeline dynamic programming, {count}", budget=left // 2)
+            if objective.is_over():
+                return
+            refined = search.refine(pipeline, form, score, objective)
+            left = min(MOST_TURNS, (end - objective.n_proposals) // 2)
             objective.start(f"interleaved pipeline, {count}", budget=left)
             if not objective.is_over():
                 order = [device for group in refined.groups for device in group]
