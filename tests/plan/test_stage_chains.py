@@ -32,14 +32,14 @@ def random_case(seed, chains, n_devices):
     several = np.array([len(g) > 1 for g in chains.groups])
     sync_s = several[:, None, None] * (weights - weights[:, None])
     sent, returned = draw.uniform(0, 2, (2, N_SEGMENTS + 1, N_SEGMENTS + 1))
-    links = Links(*draw.uniform(0.1, 1.0, (2, n_devices, n_devices)))
+    links = Links(*draw.uniform(0.1, 1.0, (3, n_devices, n_devices)))
     return StageCosts(stage_s, sync_s, sent, returned), links
 
 
 def bound_s(pipeline, chains, costs, links):
     """The estimate of a step, stage by stage."""
     m, reached, bound, start, before = N_MICROBATCHES, 0.0, 0.0, 0, None
-    of_stage = 0
+    of_stage, sent_in, returned_in, earlier = 0, 0.0, 0.0, None
     for end, group in zip(pipeline.ends, pipeline.groups, strict=True):
         there = back = 0.0
         if before is not None:
@@ -48,13 +48,22 @@ def bound_s(pipeline, chains, costs, links):
             pairs = list(itertools.product(before, group))
             there = min(links.latency_s[p, q] + sent / links.rate[p, q] for p, q in pairs)
             back = min(links.latency_s[q, p] + returned / links.rate[q, p] for p, q in pairs)
+            bound = max(bound, m * min(
+                max(
+                    returned_in * links.nic_s[p, o] + sent * links.nic_s[p, q],
+                    sent_in * links.nic_s[p, o] + returned * links.nic_s[p, q],
+                )
+                for p, q in pairs
+                for o in earlier or before
+            ))  # fmt: skip
+            sent_in, returned_in = sent, returned
         bound = max(bound, reached + m * max(there, back))
         reached += there + back
         own = costs.stage_s[chains.groups.index(group), start, end]
         sync = costs.sync_s[chains.groups.index(group), start, end]
         bound = max(bound, m * own + max(reached, reached / 3 + sync - 2 / 3 * own))
         reached += own
-        of_stage, start, before = start, end, group
+        of_stage, start, earlier, before = start, end, before, group
     return bound
 
 

@@ -163,12 +163,14 @@ class PipelineSearch:
         is_over: Callable[[], bool] = lambda: False,
     ) -> list[Pipeline]:
         network = self.simulator.network
+        node_of = network.node_of
+        nic_s = np.where(node_of[:, None] == node_of, 0.0, 1 / network.nic[node_of][:, None])
         costs = [self._costs_of(group) for group in chains.groups]
         stage_s, sync_s = (np.stack(each) for each in zip(*costs, strict=True))
         return best_pipelines(
             chains,
             StageCosts(stage_s, sync_s, self._cut_bytes, self._returned_bytes),
-            Links(network.latency_s, network.rates),
+            Links(network.latency_s, network.rates, nic_s),
             n_microbatches=self.n_microbatches,
             limit_s=limit_s,
             fill_share=fill_share,

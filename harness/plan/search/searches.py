@@ -30,7 +30,7 @@ from harness.units import format_count
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
-MOST_REFINED = 3  # pipelines, each of another number of microbatches
+MOST_REFINED = 2  # pipelines, each of another number of microbatches
 MOST_TURNS = 100  # interleaved pipelines for each number of microbatches
 
 
@@ -125,6 +125,7 @@ class Searches:
         """Simulate the program's best pipelines for each number of microbatches, those of the
         least bound first; improve the fastest, and interleave its stages."""
         objective, end = self.objective, self.objective.n_proposals + budget
+        half = end - budget // 2
         objective.start("pipeline dynamic programming")
         each = max(4, budget // (2 * len(self.counts)))
         found: list[tuple[PipelineSearch, list[tuple[Pipeline, Form]]]] = []
@@ -137,7 +138,7 @@ class Searches:
         for search, choices in sorted(found, key=lambda one: one[1][0][0].bound_s):
             count = format_count(search.n_microbatches, "microbatch")
             method = f"pipeline dynamic programming, {count}"
-            objective.start(method, budget=min(each, end - objective.n_proposals))
+            objective.start(method, budget=min(each, half - objective.n_proposals))
             scores = []
             for pipeline, form in choices:
                 if objective.is_over():
@@ -152,7 +153,7 @@ class Searches:
             if objective.is_over():
                 return
             refined = search.refine(pipeline, form, score, objective)
-            left = min(MOST_TURNS, (end - objective.n_proposals) // 2)
+            left = min(MOST_TURNS, end - objective.n_proposals)
             objective.start(f"interleaved pipeline, {count}", budget=left)
             if not objective.is_over():
                 order = [device for group in refined.groups for device in group]
@@ -221,9 +222,9 @@ class Searches:
             objective.start(name, budget=min(each, end - objective.n_proposals))
             chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k, turn=k)
             reached = chain.run(start)
-            if objective.is_out_of_time():
+            if objective.n_proposals >= end or objective.is_out_of_time():
                 return
-            objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
+            objective.start(name, budget=min(each, end - objective.n_proposals))
             descend(trial, space, objective, reached)
             k += 1
 

@@ -138,6 +138,7 @@ class Links(NamedTuple):
 
     latency_s: Floats
     rate: Floats  # bytes/s
+    nic_s: Floats  # that the first one's NIC needs for a byte to or from the second; 0 in a node
 
 
 class StageCosts(NamedTuple):
@@ -237,7 +238,7 @@ def _extend(
     whole: Any,
 ) -> None:
     """Add one more stage to the partial pipelines of each move's first state."""
-    stage_s, sync_s, sent, returned, latency_s, rate = costs
+    stage_s, sync_s, sent, returned, latency_s, rate, nic_s = costs
     n_microbatches, limit_s, fill_share = options
     n = len(sent) - 1
     for move in range(len(moves)):
@@ -255,12 +256,25 @@ def _extend(
                     start = partials.start[source, a, k]
                     there = sent[start, a] / lanes
                     back = returned[start, a] / lanes
-                    there_s = back_s = np.inf
+                    there_s = back_s = nic_busy_s = np.inf
+                    first, place = partials.parent[source, a, k]  # of the stages before the last
+                    earlier, sent_in, returned_in = before, 0.0, 0.0
+                    if first:
+                        earlier, origin = last[first], partials.start[first, start, place]
+                        lanes_in = min(n_members[earlier], n_members[before])
+                        sent_in = sent[origin, start] / lanes_in
+                        returned_in = returned[origin, start] / lanes_in
                     for i in range(n_members[before]):
                         for j in range(n_members[after]):
                             p, q = members[before, i], members[after, j]
                             there_s = min(there_s, latency_s[p, q] + there / rate[p, q])
                             back_s = min(back_s, latency_s[q, p] + back / rate[q, p])
+                            for h in range(n_members[earlier]):
+                                o = members[earlier, h]
+                                out_s = returned_in * nic_s[p, o] + there * nic_s[p, q]
+                                in_s = sent_in * nic_s[p, o] + back * nic_s[p, q]
+                                nic_busy_s = min(nic_busy_s, max(out_s, in_s))
+                    bound_s = max(bound_s, n_microbatches * nic_busy_s)
                     if there > 0 and back == 0:  # below the first trained operator
                         back_s = 0.0
                 reached_s = prefix_s + there_s + back_s
