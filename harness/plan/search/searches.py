@@ -123,7 +123,8 @@ class Searches:
 
     def _pipelines(self, budget: int) -> None:
         """Simulate the program's best pipelines for each number of microbatches, those of the
-        least bound first; improve the fastest, and interleave its stages."""
+        least bound first, with half of the budget; improve the fastest, and interleave their
+        stages."""
         objective, end = self.objective, self.objective.n_proposals + budget
         half = end - budget // 2
         objective.start("pipeline dynamic programming")

@@ -7,7 +7,8 @@ after p seconds of earlier stages and transfers (there and back, a third of it t
     b = M w + max(p, p/3 + y - 2w/3)
 
 with y its all-reduce, which only the last microbatch's backward pass hides; and a cut whose
-microbatch takes t seconds to cross, after p + M t. So every partial pipeline has the pair (p,
+microbatch takes t seconds to cross, after p + M t; and the NIC of a stage, which serves the cuts on
+both sides, takes M times its bytes of a microbatch. So every partial pipeline has the pair (p,
 largest b so far), both to be kept small: the program keeps, for each (devices used, last group,
 segments done), up to three pairs that no other one beats. Where a schedule splits backward, the
 gradients of weights fill bubbles, and of a stage only a share of w counts in p.
