@@ -32,7 +32,7 @@ def random_case(seed, chains, n_devices):
     several = np.array([len(g) > 1 for g in chains.groups])
     sync_s = several[:, None, None] * (weights - weights[:, None])
     sent, returned = draw.uniform(0, 2, (2, N_SEGMENTS + 1, N_SEGMENTS + 1))
-    links = Links(*draw.uniform(0.1, 1.0, (3, n_devices, n_devices)))
+    links = Links(*draw.uniform(0.1, 1.0, (3, n_devices, n_devices)), np.arange(n_devices) // 2)
     return StageCosts(stage_s, sync_s, sent, returned), links
 
 
@@ -48,10 +48,13 @@ def bound_s(pipeline, chains, costs, links):
             pairs = list(itertools.product(before, group))
             there = min(links.latency_s[p, q] + sent / links.rate[p, q] for p, q in pairs)
             back = min(links.latency_s[q, p] + returned / links.rate[q, p] for p, q in pairs)
+            nodes, next_nodes = (len(set(links.node_of[list(g)])) for g in (before, group))
+            sent, returned = (a[of_stage, start] for a in (costs.sent, costs.returned))
             bound = max(bound, m * min(
                 max(
-                    returned_in * links.nic_s[p, o] + sent * links.nic_s[p, q],
-                    sent_in * links.nic_s[p, o] + returned * links.nic_s[p, q],
+                    (returned_in * links.nic_s[p, o] + sent * links.nic_s[p, q]) / nodes,
+                    (sent_in * links.nic_s[p, o] + returned * links.nic_s[p, q]) / nodes,
+                    sent * links.nic_s[q, p] / next_nodes,
                 )
                 for p, q in pairs
                 for o in earlier or before

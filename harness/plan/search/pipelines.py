@@ -170,7 +170,7 @@ class PipelineSearch:
         return best_pipelines(
             chains,
             StageCosts(stage_s, sync_s, self._cut_bytes, self._returned_bytes),
-            Links(network.latency_s, network.rates, nic_s),
+            Links(network.latency_s, network.rates, nic_s, node_of),
             n_microbatches=self.n_microbatches,
             limit_s=limit_s,
             fill_share=fill_share,

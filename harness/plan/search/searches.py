@@ -148,7 +148,8 @@ class Searches:
             if scores:
                 best = scores.index(min(scores))
                 judged.append((scores[best], count, search, *choices[best]))
-        for score, count, search, pipeline, form in sorted(judged, key=itemgetter(0))[:MOST_REFINED]:
+        fastest = sorted(judged, key=itemgetter(0))[:MOST_REFINED]
+        for score, count, search, pipeline, form in fastest:
             left = end - objective.n_proposals
             objective.start(f"pipeline dynamic programming, {count}", budget=left // 2)
             if objective.is_over():

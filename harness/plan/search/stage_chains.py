@@ -7,8 +7,8 @@ after p seconds of earlier stages and transfers (there and back, a third of it t
     b = M w + max(p, p/3 + y - 2w/3)
 
 with y its all-reduce, which only the last microbatch's backward pass hides; and a cut whose
-microbatch takes t seconds to cross, after p + M t; and the NIC of a stage, which serves the cuts on
-both sides, takes M times its bytes of a microbatch. So every partial pipeline has the pair (p,
+microbatch takes t seconds to cross, after p + M t; and the NICs of a stage's nodes, which share the
+bytes of the cuts on both sides, take M times as long as for a microbatch. So every partial pipeline has the pair (p,
 largest b so far), both to be kept small: the program keeps, for each (devices used, last group,
 segments done), up to three pairs that no other one beats. Where a schedule splits backward, the
 gradients of weights fill bubbles, and of a stage only a share of w counts in p.
@@ -140,6 +140,7 @@ class Links(NamedTuple):
     latency_s: Floats
     rate: Floats  # bytes/s
     nic_s: Floats  # that the first one's NIC needs for a byte to or from the second; 0 in a node
+    node_of: Ints  # (devices,)
 
 
 class StageCosts(NamedTuple):
@@ -188,12 +189,16 @@ def best_pipelines(
     members = np.full((len(n_members), n_members.max(initial=1)), -1, dtype=np.int64)
     for row, group in zip(members, chains.groups, strict=True):
         row[: len(group)] = group
+    n_nodes = np.array([len(set(links.node_of[list(g)])) for g in chains.groups], dtype=np.int64)
+    network = (*links[:3], n_nodes)
     for first in range(0, len(chains.moves), _MOVES_AT_ONCE):
         if is_over():
             return []
         moves = chains.moves[first : first + _MOVES_AT_ONCE]
         options = (n_microbatches, limit_s, fill_share)
-        _extend(moves, chains.last, members, n_members, (*costs, *links), options, partials, whole)
+        _extend(
+            moves, chains.last, members, n_members, (*costs, *network), options, partials, whole
+        )
     found = [(s, k) for s in range(n_states) for k in range(whole.n[s, 0])]
     return [_pipeline(chains, partials, whole, state, place) for state, place in found]
 
@@ -239,7 +244,7 @@ def _extend(
     whole: Any,
 ) -> None:
     """Add one more stage to the partial pipelines of each move's first state."""
-    stage_s, sync_s, sent, returned, latency_s, rate, nic_s = costs
+    stage_s, sync_s, sent, returned, latency_s, rate, nic_s, n_nodes = costs
     n_microbatches, limit_s, fill_share = options
     n = len(sent) - 1
     for move in range(len(moves)):
@@ -262,9 +267,7 @@ def _extend(
                     earlier, sent_in, returned_in = before, 0.0, 0.0
                     if first:
                         earlier, origin = last[first], partials.start[first, start, place]
-                        lanes_in = min(n_members[earlier], n_members[before])
-                        sent_in = sent[origin, start] / lanes_in
-                        returned_in = returned[origin, start] / lanes_in
+                        sent_in, returned_in = sent[origin, start], returned[origin, start]
                     for i in range(n_members[before]):
                         for j in range(n_members[after]):
                             p, q = members[before, i], members[after, j]
@@ -272,9 +275,11 @@ def _extend(
                             back_s = min(back_s, latency_s[q, p] + back / rate[q, p])
                             for h in range(n_members[earlier]):
                                 o = members[earlier, h]
-                                out_s = returned_in * nic_s[p, o] + there * nic_s[p, q]
-                                in_s = sent_in * nic_s[p, o] + back * nic_s[p, q]
-                                nic_busy_s = min(nic_busy_s, max(out_s, in_s))
+                                out_s = returned_in * nic_s[p, o] + sent[start, a] * nic_s[p, q]
+                                in_s = sent_in * nic_s[p, o] + returned[start, a] * nic_s[p, q]
+                                own_s = max(out_s, in_s) / n_nodes[before]
+                                next_s = sent[start, a] * nic_s[q, p] / n_nodes[after]
+                                nic_busy_s = min(nic_busy_s, max(own_s, next_s))
                     bound_s = max(bound_s, n_microbatches * nic_busy_s)
                     if there > 0 and back == 0:  # below the first trained operator
                         back_s = 0.0
