@@ -8,10 +8,10 @@ after p seconds of earlier stages and transfers (there and back, a third of it t
 
 with y its all-reduce, which only the last microbatch's backward pass hides; and a cut whose
 microbatch takes t seconds to cross, after p + M t; and the NICs of a stage's nodes, which share the
-bytes of the cuts on both sides, take M times as long as for a microbatch. So every partial pipeline has the pair (p,
-largest b so far), both to be kept small: the program keeps, for each (devices used, last group,
-segments done), up to three pairs that no other one beats. Where a schedule splits backward, the
-gradients of weights fill bubbles, and of a stage only a share of w counts in p.
+bytes of the cuts on both sides, take M times as long as for a microbatch. So every partial pipeline
+has the pair (p, largest b so far), both to be kept small: the program keeps, for each (devices
+used, last group, segments done), up to three pairs that no other one beats. Where a schedule splits
+backward, the gradients of weights fill bubbles, and of a stage only a share of w counts in p.
 """
 
 from __future__ import annotations
