@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Iterator
 from functools import partial
-from operator import itemgetter
 
 import msgspec
 
@@ -30,7 +29,6 @@ from harness.units import format_count
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
-MOST_REFINED = 2  # pipelines, each of another number of microbatches
 MOST_TURNS = 100  # interleaved pipelines for each number of microbatches
 
 
@@ -123,10 +121,8 @@ class Searches:
 
     def _pipelines(self, budget: int) -> None:
         """Simulate the program's best pipelines for each number of microbatches, those of the
-        least bound first, with half of the budget; improve the fastest, and interleave their
-        stages."""
+        least bound first; improve the fastest, and interleave its stages."""
         objective, end = self.objective, self.objective.n_proposals + budget
-        half = end - budget // 2
         objective.start("pipeline dynamic programming")
         each = max(4, budget // (2 * len(self.counts)))
         found: list[tuple[PipelineSearch, list[tuple[Pipeline, Form]]]] = []
@@ -135,26 +131,24 @@ class Searches:
             choices = list(self._choices(search, each))
             if choices:
                 found.append((search, choices))
-        judged: list[tuple[float, str, PipelineSearch, Pipeline, Form]] = []
+        fastest_s = math.inf
         for search, choices in sorted(found, key=lambda one: one[1][0][0].bound_s):
+            if objective.is_out_of_time():
+                return
             count = format_count(search.n_microbatches, "microbatch")
             method = f"pipeline dynamic programming, {count}"
-            objective.start(method, budget=min(each, half - objective.n_proposals))
+            objective.start(method, budget=min(2 * each, end - objective.n_proposals))
             scores = []
             for pipeline, form in choices:
                 if objective.is_over():
                     break
                 scores.append(search.judge(pipeline, objective, form))
-            if scores:
-                best = scores.index(min(scores))
-                judged.append((scores[best], count, search, *choices[best]))
-        fastest = sorted(judged, key=itemgetter(0))[:MOST_REFINED]
-        for score, count, search, pipeline, form in fastest:
-            left = end - objective.n_proposals
-            objective.start(f"pipeline dynamic programming, {count}", budget=left // 2)
-            if objective.is_over():
-                return
-            refined = search.refine(pipeline, form, score, objective)
+            best = objective.best_of.get(method)
+            if best is None or best.step_s >= fastest_s or objective.is_out_of_time():
+                continue
+            fastest_s = best.step_s
+            score = min(scores)
+            refined = search.refine(*choices[scores.index(score)], score, objective)
             left = min(MOST_TURNS, end - objective.n_proposals)
             objective.start(f"interleaved pipeline, {count}", budget=left)
             if not objective.is_over():
@@ -224,9 +218,9 @@ class Searches:
             objective.start(name, budget=min(each, end - objective.n_proposals))
             chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k, turn=k)
             reached = chain.run(start)
-            if objective.n_proposals >= end or objective.is_out_of_time():
+            if objective.is_out_of_time():
                 return
-            objective.start(name, budget=min(each, end - objective.n_proposals))
+            objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
             descend(trial, space, objective, reached)
             k += 1
 
