@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,6 +234,27 @@ def test_a_parameter_that_is_frozen_or_freed_later_is_refused(is_trained):
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_parameter_is_freed_by_another_trainer(tmp_path):
+    def make(named):
+        return torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5)
+
+    states = []
+    for is_trained in (False, True):
+        model, example = make_model()
+        model.table.requires_grad_(is_trained)
+        strategy = single(graph(), BATCH)
+        with Trainer(model, example, strategy=strategy, optimizer=make) as trainer:
+            if is_trained:
+                trainer.load(tmp_path)
+            trainer.step(next(trainer.batches(make_data())))
+            trainer.save(tmp_path)
+            states.append(trainer.optimizer_state_dict()["state"])
+    assert [state.get(0, {}).get("step") for state in states] == [None, 1]
+    assert [state[1]["step"] for state in states] == [1, 2]
+    assert states[1][0]["sum"].min() == 0.5  # of words that the batch has not
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_optimizers_state_is_that_of_plain_pytorch_with_frozen_parameters():
     model, example = make_model()
     model.inner.weight.requires_grad_(False)
@@ -306,6 +328,7 @@ def leave_out(named):
         ({"strategy": "none.json"}, StrategyError, "none.json"),
         ({"strategy": lambda g: single(g, BATCH, device=1)}, StrategyError, "2 devices, and"),
         ({"model": nn.Linear(2, 2), "example": torch.rand(2, 2)}, StrategyError, "another model"),
+        ({"model": nn.DataParallel(nn.Linear(2, 2))}, ModelError, "a DataParallel, .* its .module"),
         ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
         ({"model": lambda: None, "example": None}, ModelError, "the model is a NoneType, not an"),
         ({"model": "own:net"}, ModelError, "the model is a str, not an nn.Module"),
@@ -358,6 +381,13 @@ def test_a_group_that_a_file_cannot_hold_is_refused(group, message):
     optimizer = torch.optim.SGD([{"params": [weight], **group}], lr=0.1)
     with pytest.raises(ConfigError, match=message):
         OptimizerGroups.gathered(optimizer, {weight: "w"}, SimpleNamespace(size=1))
+
+
+def test_a_file_holds_a_rate_of_numpy(tmp_path):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=np.cos(0.5))
+    OptimizerGroups.gathered(optimizer, {weight: "w"}, SimpleNamespace(size=1)).write(tmp_path)
+    assert OptimizerGroups.read(tmp_path).groups["w"]["lr"] == np.cos(0.5)
 
 
 @pytest.mark.usefixtures("alone")
