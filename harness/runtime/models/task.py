@@ -341,6 +341,11 @@ def check_weights(model: nn.Module) -> None:
                 f"module {path!r} is a ScriptModule, which can neither be copied nor captured: "
                 "give the module that torch.jit.script was called on"
             )
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ModelError(
+                f"the model has a {type(module).__name__}, and a strategy distributes a model that "
+                "is not distributed yet: give its .module"
+            )
         weights = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(map(is_lazy, weights)):
             raise ModelError(

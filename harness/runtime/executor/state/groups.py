@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -101,7 +102,7 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
 def saved_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """Of a group's values those that a state keeps."""
     return {
-        key: value.item() if isinstance(value, Tensor) else value
+        key: value.item() if isinstance(value, Tensor | np.generic) else value
         for key, value in group.items()
         if key not in _NOT_SAVED
     }

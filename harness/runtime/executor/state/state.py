@@ -328,8 +328,10 @@ class StateGatherer:
         places = {parameter: index for index, parameter in enumerate(grouped)}
         for piece, parameter in self._owners.own.items():
             values = stored.get(self.numbers[self._model_name(piece)], {})
-            shape = self._shapes[piece.name]
-            sliced[places[parameter]] = {
+            shape, own = self._shapes[piece.name], optimizer.state.get(parameter, {})
+            # A parameter that was frozen has none saved; Adagrad makes one with the optimizer.
+            made = own if not values and own.get("step") == 0 else {}
+            sliced[places[parameter]] = made or {
                 key: _part_of(key, values[key], piece, shape) for key in keys & values.keys()
             }
         optimizer.load_state_dict({**optimizer.state_dict(), "state": sliced})
