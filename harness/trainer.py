@@ -96,7 +96,8 @@ class Trainer:
             quarter of their bytes.
         batch_norm: `global` normalises over all ranks' samples of a microbatch, `local` over each
             rank's.
-        dropout: `exact` draws the same masks under every strategy, `local` each rank's own.
+        dropout: `exact` draws the same masks under every strategy of as many microbatches, `local`
+            each rank's own.
         outer: averages the strategy's replicas so, which exchange no activations and train by
             themselves, as `train --sync-every` does; the state is the average.
         max_grad_norm: norm of all gradients, or a replica's, down to which larger ones are scaled;

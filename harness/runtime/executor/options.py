@@ -26,7 +26,7 @@ class ExecutorPlan:
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             the statistics of the whole microbatch, as one device does.
         dropout: `local` draws a mask for each block; `exact` takes the block of the mask of the
-            whole tensor, so that every strategy trains the same.
+            whole tensor, so that every strategy of as many microbatches trains the same.
         is_asynchronous: 1F1B without flushes, with an optimizer step after each microbatch and
             weight stashing, as in PipeDream: stage s of S computes gradients with weights that are
             S - 1 - s updates old.
