@@ -181,7 +181,7 @@ class ExecutorEngine:
         most = options.optimizer.max_grad_norm
         norm_group = None if most is None else replicas.own_group(self._groups)
         clip = GradientClip(most, world, norm_group)
-        self._updating = WeightUpdate(
+        self.updating = WeightUpdate(
             self.weights, self.owners, self.optimizer, scale, hooks, clip, self._phases,
         )  # fmt: skip
 
@@ -248,7 +248,7 @@ class ExecutorEngine:
     @property
     def grad_norm(self) -> Tensor | None:
         """See `GradientClip.norm`."""
-        return self._updating.clip.norm
+        return self.updating.clip.norm
 
     @property
     def can_be_muted(self) -> bool:
@@ -296,7 +296,7 @@ class ExecutorEngine:
 
     def _run(self, batch: Batch | None, share: Share) -> None:
         is_asynchronous = self.plan.is_asynchronous
-        scale = self._updating.scale.factor() * share.replica_factor
+        scale = self.updating.scale.factor() * share.replica_factor
         flights = self._feed.split(batch, share, scale, is_asynchronous=is_asynchronous)
         self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
         self._phases.end()
@@ -325,7 +325,7 @@ class ExecutorEngine:
 
     def _update(self) -> None:
         if not self.is_priming_due:
-            self._updating.run(self.layer_norms, is_muted=self._channels.is_muted)
+            self.updating.run(self.layer_norms, is_muted=self._channels.is_muted)
 
     def _update_microbatch(self) -> None:
         """Synchronise gradients and update the weights after one microbatch, without a flush."""
@@ -352,15 +352,15 @@ class ExecutorEngine:
         """Load a whole state, as `open_sharded` gives it; all ranks must call it.
 
         Raises:
-            HarnessError: on every rank, if one cannot open or load it.
+            HarnessError: on every rank, if one cannot open (before slices change) or load it.
         """
         self.flush()
         opened: list[dict[str, Any]] = []
-        # Before any rank changes its slices.
         raise_on_all_ranks(lambda: opened.append(open_state()), self._world)
         raise_on_all_ranks(lambda: self._gatherer.load(opened[0], self.optimizer), self._world)
         self.gathers.gather_updated()
         self._random.step = opened[0].get("step", self._random.step)
+        self.updating.scale.load(opened[0].get("loss_scale"))
         if self._stash is not None:
             self._stash.updated()
 
@@ -368,7 +368,8 @@ class ExecutorEngine:
         """This rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
         parts = self._gatherer, self.optimizer, self._random.step, self._world
-        return state_shard(*parts, run=run, norms=self.layer_norms)
+        scale = self.updating.scale.state()
+        return state_shard(*parts, run=run, norms=self.layer_norms, loss_scale=scale)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""
@@ -379,7 +380,7 @@ class ExecutorEngine:
         """Continue at the step of another engine, after its held state has been transferred."""
         self.owners.rebind()
         self._random.step = old._random.step
-        self._updating.scale = old._updating.scale
+        self.updating.scale = old.updating.scale
         self._gatherer.take_unused(old._gatherer)
         self.layer_norms = old.layer_norms
 

@@ -146,28 +146,32 @@ def n_synchronisations(case: Case, world: World) -> int:
 
 
 def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
-    """Train four steps, the third with a factor of the losses that overflows: this rank's loss, the
-    factor after the step, and whether the step changed its weights. The last step is by another
-    engine."""
+    """Train five steps, the third with a factor of the losses that overflows: this rank's loss, the
+    factor after the step, and whether the step changed its weights. The fourth step is by an engine
+    that takes over, the last by one that has loaded the state from files."""
     task, captured = task_of(case)
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
     plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
     found = []
-    for step in range(4):
-        if step == 3:
+    for step in range(5):
+        if step >= 3:
             task, old = case.make_task(), engine
             engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+        if step == 3:
             engine.take_over(old)
+        if step == 4:
+            state = whole_state(old, world)
+            engine.load_full_state(partial(dict, state))
         before = [p.detach().clone() for p in engine.model.parameters()]
-        scaler = engine._updating.scale._scaler
+        scaler = engine.updating.scale._scaler
         assert scaler is not None
         if step == 2:
             scaler.update(2.0**60)
         loss = train_step(engine, case, step)
         pairs = zip(before, engine.model.parameters(), strict=True)
         is_changed = any(not torch.equal(a, b) for a, b in pairs)
-        found.append((loss, engine._updating.scale.factor(), is_changed))
+        found.append((loss, engine.updating.scale.factor(), is_changed))
     return found
 
 

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.files import Count
 from harness.domain.freezing import FreezableLayer, FreezingState
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.ranks.world import World
+
+
+class LossScaleState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See `LossScale`."""
+
+    factor: Annotated[float, msgspec.Meta(gt=0)]
+    n_steps: Count
 
 
 class LossScale:
@@ -41,6 +50,19 @@ class LossScale:
             return 1.0
         scaled: Tensor = self._scaler.scale(torch.ones((), device=self._device))
         return float(scaled)
+
+    def state(self) -> LossScaleState | None:
+        """The factor, and the steps since it changed; None for other dtypes."""
+        if self._scaler is None:
+            return None
+        found = self._scaler.state_dict()
+        return LossScaleState(factor=found["scale"], n_steps=found["_growth_tracker"])
+
+    def load(self, state: LossScaleState | None) -> None:
+        """Continue with the factor of a state, if it is of fp16 too."""
+        if self._scaler is not None and state is not None:
+            found = {"scale": state.factor, "_growth_tracker": state.n_steps}
+            self._scaler.load_state_dict(self._scaler.state_dict() | found)
 
     def unscale(self, optimizer: torch.optim.Optimizer, *, is_muted: bool) -> None:
         """Divide the gradients by the factor; all ranks must call it."""

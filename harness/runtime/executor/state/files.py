@@ -52,7 +52,7 @@ class _Joined(Mapping[str, Tensor]):
 
 def load_sharded(directory: Path | str) -> dict[str, Any]:
     """Read the state whose shards all ranks wrote: the model's `state_dict`, the optimizer's state
-    by the numbers of the parameters, and the step.
+    by the numbers of the parameters, the step, and the scale of fp16's losses.
 
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
@@ -63,6 +63,7 @@ def load_sharded(directory: Path | str) -> dict[str, Any]:
         "model": dict(state["model"]),
         "optimizer": {"state": of_parameters},
         "step": state["step"],
+        "loss_scale": state["loss_scale"],
     }
 
 
@@ -115,6 +116,7 @@ def _open(
         "model": whole,
         "optimizer": {"state": dict(sorted(state.items()))},
         "step": metadata.step,
+        "loss_scale": metadata.loss_scale,
     }
 
 

@@ -32,7 +32,7 @@ from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
 from harness.measure.store import move_files, replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.update import LayerNorms, NormSums
+from harness.runtime.executor.gradients.update import LayerNorms, LossScaleState, NormSums
 from harness.runtime.executor.state.state import StateGatherer, StatePart
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
@@ -53,6 +53,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         shapes: by the first name of each tensor of the model's state.
         trained: parameters that the optimizer updates.
         freezing: of `--freeze gradient`.
+        loss_scale: of fp16.
         run: that wrote them; empty if it is no run of a launch.
         n_replicas: that are averaged; 1 if gradients are summed over all ranks.
     """
@@ -65,6 +66,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shapes: dict[str, list[Count]]
     trained: list[str]
     freezing: FreezingState | None = None
+    loss_scale: LossScaleState | None = None
     run: str = ""
     n_replicas: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
 
@@ -110,6 +112,7 @@ def state_shard(
     run: str = "",
     is_survivor: bool = False,
     norms: NormSums | LayerNorms | None = None,
+    loss_scale: LossScaleState | None = None,
 ) -> StateShard:
     """This rank's slices; ranks need not call it together.
 
@@ -131,6 +134,7 @@ def state_shard(
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),
         freezing=None if norms is None else norms.state(),
+        loss_scale=loss_scale,
         run=run,
         n_replicas=1 if averages is None or is_survivor else averages.replicas.n,
     )

@@ -35,7 +35,7 @@ class Survivor:
         self._held, self._world = engine.held_state(), world
         self._held.optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
         self._held.optimizer.register_step_post_hook(lambda *_: self._note(done=True))
-        self._norms = engine.layer_norms
+        self._norms, self._scale = engine.layer_norms, engine.updating.scale
         held = self._held.weights.held.values()
         self._buffers = [tensor for tensor in held if not isinstance(tensor, nn.Parameter)]
         self.begin_step()
@@ -49,6 +49,7 @@ class Survivor:
         self._has_begun = self._is_done = False
         self._step = self._held.random.step
         self._sums = None if self._norms is None else self._norms.sums
+        self._scaled = self._scale.state()
         self._before: list[Tensor] = [tensor.detach().clone() for tensor in self._buffers]
 
     def n_more_steps(self) -> int:
@@ -78,5 +79,6 @@ class Survivor:
         shard = state_shard(
             self._held.gatherer, self._held.optimizer, self._step + n_more, self._world,
             run=run, is_survivor=True, norms=sums,
+            loss_scale=self._scale.state() if n_more else self._scaled,
         )  # fmt: skip
         shard.write(directory)
