@@ -246,9 +246,10 @@ class _Builder:
             kind, attrs, product = "other", {"function": attrs["function"]}, None
         frozen = [p for p in parameters.values() if not p.requires_grad]
         signature = _signature(kind, attrs, inputs, value)
-        if self._has_frozen:  # operators have other gradients to compute
-            flags = [x.requires_grad for x in (*parameters.values(), *inputs, value)]
-            signature += f" with gradients {''.join(str(int(flag)) for flag in flags)}"
+        found = self._measured[node]
+        if self._has_frozen or found.has_gradient != value.requires_grad:  # other gradients
+            flags = [x.requires_grad for x in (*parameters.values(), *inputs)]
+            signature += " with gradients " + "".join("01"[x] for x in (*flags, found.has_gradient))
         if product is None:
             mixes = self._mixing.mixes(node, kind, is_known=is_known_node)
         else:
@@ -289,13 +290,13 @@ class _Builder:
         new = [p for p in parameters.values() if id(p) not in self._first_user]
         self._first_user |= {id(p): name for p in new}
         self.nodes[name] = node
-        found = self._measured[node]
-        if found.score_flops and (product is None or not product.has_weights):
-            attrs[SCORE_FLOPS] = found.score_flops
+        n_scores = found.forward.scores + found.backward.scores
+        if n_scores and (product is None or not product.has_weights):
+            attrs[SCORE_FLOPS] = n_scores
         operator = Operator(
             name=name, kind=kind, inputs=[self._name_of[n] for n in sources],
             shape=named_shape(*made), dtype=str(value.dtype).removeprefix("torch."),
-            forward_flops=found.forward_flops, backward_flops=found.backward_flops,
+            forward_flops=found.forward.total, backward_flops=found.backward.total,
             parameter_bytes=_n_bytes(new), activation_bytes=value.numel() * value.element_size(),
             signature=signature, attrs=attrs,
         )  # fmt: skip

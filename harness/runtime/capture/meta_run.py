@@ -45,6 +45,16 @@ def _of_conv_backward(
     return int(forward * sum(is_wanted[:2]))
 
 
+class StepFlops(NamedTuple):
+    """FLOPs, and how many of them multiply activations with each other."""
+
+    total: float
+    scores: float
+
+
+_NO_FLOPS = StepFlops(0.0, 0.0)
+
+
 class FlopCounts(FlopCounterMode):
     """Counts FLOPs in its block; a multiplication and an addition count as two."""
 
@@ -54,25 +64,25 @@ class FlopCounts(FlopCounterMode):
         self.mod_tracker: Any = _Whole()
 
     @property
-    def total(self) -> float:
-        return float(self.get_total_flops())
-
-    @property
-    def of_activations(self) -> float:
-        """FLOPs of products of activations with each other."""
+    def counted(self) -> StepFlops:
         found = self.get_flop_counts().get("Global", {}).items()
-        return float(sum(n for of, n in found if any(a in str(of) for a in _OF_ACTIVATIONS)))
+        scores = sum(n for of, n in found if any(a in str(of) for a in _OF_ACTIVATIONS))
+        return StepFlops(float(self.get_total_flops()), float(scores))
 
 
 @dataclass
 class MetaResult:
-    """Value and FLOPs of one node, from a run on the meta device."""
+    """Value and FLOPs of one node, from a run on the meta device.
+
+    Attributes:
+        has_gradient: the loss has a gradient with respect to the value.
+    """
 
     value: Any = None
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0
-    score_flops: float = 0.0  # of both, in products of activations
+    forward: StepFlops = _NO_FLOPS
+    backward: StepFlops = _NO_FLOPS
     saved: SavedTensors | None = None
+    has_gradient: bool = False
 
 
 def _detached(value: Any) -> Any:
@@ -147,8 +157,7 @@ def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Ten
     with FlopCounts() as backward:
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-    n_scores = forward.of_activations + backward.of_activations
-    return MetaResult(value, forward.total, backward.total, n_scores, saved)
+    return MetaResult(value, forward.counted, backward.counted, saved)
 
 
 def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, MetaResult]:
@@ -159,7 +168,25 @@ def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx
         part._backward_pre_hooks.clear()
     run = _MetaRun(meta, module.graph)
     run.run(*(example.to("meta") for example in examples))
-    return run.measured
+    return _with_gradients(module.graph, run.measured)
+
+
+def _with_gradients(
+    graph: fx.Graph, measured: dict[fx.Node, MetaResult]
+) -> dict[fx.Node, MetaResult]:
+    """Tell which values the loss reads differentiably; backward does not run for others."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            live |= {node}
+        elif any(x.requires_grad for x in tensors_within(measured[node].value)):
+            live |= {node} if live.intersection(node.users) else set()
+    return {
+        node: replace(found, has_gradient=True)
+        if node in live
+        else replace(found, backward=_NO_FLOPS)
+        for node, found in measured.items()
+    }
 
 
 def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:
@@ -176,21 +203,12 @@ def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Paramet
 
 def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> frozenset[str]:
     """Names of used parameters that require a gradient but have no gradient path to the output."""
-    live: set[fx.Node] = set()
     used: set[int] = set()
     trained: set[int] = set()
-    for node in reversed(module.graph.nodes):
-        if node.op == "output":
-            live.update(node.all_input_nodes)
-            continue
-        values = tensors_within(measured[node].value) if node in measured else []
-        has_gradient = any(x.requires_grad for x in values)
-        is_live = has_gradient and (node in live or any(user in live for user in node.users))
-        live -= {node}
-        live |= {node} if is_live else set()
+    for node in module.graph.nodes:
         parameters = {id(parameter) for parameter in parameters_of(node, module).values()}
         used |= parameters
-        trained |= parameters if is_live else set()
+        trained |= parameters if measured[node].has_gradient else set()
     return frozenset(
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -199,13 +217,6 @@ def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> fr
 
 
 _log = logging.getLogger(__name__)
-
-
-class StepFlops(NamedTuple):
-    """FLOPs of a step, and how many of them multiply activations with each other."""
-
-    total: float
-    scores: float
 
 
 @contextmanager
@@ -242,4 +253,4 @@ def step_flops(task: Task, n_samples: int) -> StepFlops | None:
     except (RuntimeError, NotImplementedError, ValueError) as error:
         _log.warning("FLOPs are not counted, the model needs real values: %s", error)
         return None
-    return StepFlops(counter.total, counter.of_activations)
+    return StepFlops(*counter.counted)

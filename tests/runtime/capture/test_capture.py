@@ -132,6 +132,25 @@ def test_frozen_weights_are_told_and_their_times_are_their_own():
     assert [op.signature == linears[0].signature for op in linears] == [True, True, False, False]
 
 
+class Unread(Layer):
+    """Computes a second result, which the loss does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"logits": self.linear(x), "other": self.other(self.linear(x))}
+
+
+def test_results_that_the_loss_does_not_read_have_no_backward():
+    graph = capture(task_on(Unread()), 2, "unread").graph
+    linears = [o for o in graph.operators if o.kind == "linear"]
+    assert [o.forward_flops for o in linears] == [64.0] * 3
+    assert [o.backward_flops for o in linears] == [64.0, 0.0, 0.0]
+    assert linears[0].signature not in {o.signature for o in linears[1:]}
+
+
 def test_what_fx_cannot_trace_is_exported():
     graph = capture(task_on(Looping()), 2, "looping").graph
     assert graph.parameter_bytes == 80
