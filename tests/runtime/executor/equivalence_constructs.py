@@ -262,6 +262,11 @@ class SparseRows(ByFrequency):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(N_TOKENS, _WIDTH, sparse=self.is_sparse)
+        self.rows = nn.Parameter(torch.randn(N_TOKENS, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.embedding(x, self.rows, sparse=self.is_sparse)
+        return super().forward(x) + self.head(y.mean(1))
 
 
 class DenseRows(SparseRows):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -48,6 +49,14 @@ from harness.runtime.models.task import Task
 
 # Kinds of operators whose gradient of a weight may be a view of that of their output.
 _VIEWING = ("other", "elementwise", "add", "flatten", "cat")
+# Position of the argument that asks for sparse gradients; buckets are dense.
+_SPARSE: dict[Any, int] = {
+    F.embedding: 6,
+    F.embedding_bag: 7,
+    torch.ops.aten.embedding.default: 4,
+    torch.ops.aten.embedding_bag.default: 5,
+    torch.ops.aten.embedding_bag.padding_idx: 5,
+}
 
 
 def own_gradients(tensors: Iterable[torch.Tensor]) -> None:
@@ -251,13 +260,17 @@ class SegmentBuilder:
             if isinstance(module, _BatchNorm) and self._earlier(part):
                 module = copy.copy(module)
                 module.track_running_stats = False
-            if getattr(module, "sparse", False):  # buckets are dense
+            if getattr(module, "sparse", False):
                 module = copy.copy(module)
                 module.sparse = False  # type: ignore[assignment]
             if operator.attrs.get("writes_buffers"):
                 module = KeepsBuffers(module)
             emitted.target = self._own(path, module)
             self._operator_of[emitted.target] = part.operator, path
+        elif node.target in _SPARSE:
+            place = _SPARSE[node.target]
+            emitted.args = tuple(k != place and x for k, x in enumerate(emitted.args))
+            emitted.kwargs = {key: key != "sparse" and x for key, x in emitted.kwargs.items()}
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)
