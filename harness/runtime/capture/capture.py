@@ -123,7 +123,7 @@ class _Builder:
         self._batches = batch_sizes(by_batch)
         self._mixing = SampleMixing(module, by_batch)
         self._modules = dict(module.named_modules())
-        self._measured = measured
+        self._measured, self.untrained = measured, untrained(module, measured)
         self._has_frozen = not all(p.requires_grad for p in module.parameters())
         # A node that is no operator (an element of a tuple) has the name of its producer.
         self._name_of: dict[fx.Node, str] = {}
@@ -244,7 +244,7 @@ class _Builder:
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": attrs["function"]}, None
-        frozen = [p for p in parameters.values() if not p.requires_grad]
+        frozen = [p for n, p in parameters.items() if not p.requires_grad or n in self.untrained]
         signature = _signature(kind, attrs, inputs, value)
         found = self._measured[node]
         if self._has_frozen or found.has_gradient != value.requires_grad:  # other gradients
@@ -385,8 +385,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     last = next(o for o in builder.operators if o.name == builder.output)
     operators = [*builder.with_kept_bytes(task.loss), _loss_operator(task, last, batch)]
     graph = Graph.from_unordered(name, operators, batch=batch)
-    never = untrained(module, measured)
-    return Captured(graph=graph, module=module, nodes=builder.nodes, untrained=never)
+    return Captured(graph=graph, module=module, nodes=builder.nodes, untrained=builder.untrained)
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:

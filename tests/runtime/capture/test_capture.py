@@ -149,6 +149,7 @@ def test_results_that_the_loss_does_not_read_have_no_backward():
     assert [o.forward_flops for o in linears] == [64.0] * 3
     assert [o.backward_flops for o in linears] == [64.0, 0.0, 0.0]
     assert linears[0].signature not in {o.signature for o in linears[1:]}
+    assert [o.trained_share for o in linears] == [1.0, 1.0, 0.0]
 
 
 def test_what_fx_cannot_trace_is_exported():
