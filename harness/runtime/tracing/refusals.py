@@ -77,6 +77,11 @@ _CONSTRUCTS = (
         "put all that it differentiates into a module of its own",
     ),
     (
+        r"\b(grad_and_value_impl|_vjp_with_argnums)\b",
+        "forward differentiates by torch.func",
+        "put all that it differentiates into a module of its own",
+    ),
+    (
         r"Sparse(Meta|CPU|CUDA)|aten::.*sparse",
         "forward computes with a sparse tensor",
         "make it dense, or sum over its entries by index_add",

@@ -211,6 +211,10 @@ def of_a_slope(net, x):
     return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
 
 
+def of_a_function(net, x):
+    return x * torch.func.grad(lambda bias: (bias**3).sum())(net.first.bias)
+
+
 def of_a_pass(net, x):
     x.sum().backward(retain_graph=True)
     return x
@@ -221,6 +225,7 @@ def of_a_pass(net, x):
     [
         (by_value, "forward decides by the values of a tensor"),
         (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
+        (of_a_function, r"forward differentiates by torch\.func"),
         (of_a_pass, r"forward calls backward\(\), which differentiates"),
         (lambda net, x: torch.stack([row + 1 for row in x]), "forward loops over the samples"),
         (lambda net, x: sum(x[i] for i in range(x.shape[0])), "forward takes a size of a tensor"),
