@@ -134,20 +134,18 @@ def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) ->
 
 def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
     """Refuse to shard state that no two devices hold."""
-    if strategy.shard_state == "none":
+    state = strategy.shard_state
+    if state == "none":
         return
-    holders = {group for _, group in Trial(simulator, strategy).slices()}
-    if all(len(group) < 2 for group in holders):
+    if all(len(group) < 2 for _, group in Trial(simulator, strategy).slices()):
         where, remedy = "", ", or use ddp, or fewer stages than ranks"
         if simulator.options.sync_every > 1:
             where, remedy = " of a replica", ""
-        elif shards_in_nodes(strategy.shard_state):
-            where = " of a host"
-            remedy = f", or use --shard-state {strategy.shard_state.removesuffix('_in_node')}"
+        elif shards_in_nodes(state):
+            where, remedy = " of a host", f", or use --shard-state {state.removesuffix('_in_node')}"
         raise StrategyError(
-            f"--shard-state {strategy.shard_state} divides weights among the devices{where} that "
-            f"hold them, and strategy {strategy.name!r} has each on one device{where}: drop it"
-            f"{remedy}"
+            f"--shard-state {state} divides weights among the devices{where} that hold them, and "
+            f"strategy {strategy.name!r} has each on one device{where}: drop it{remedy}"
         )
 
 
