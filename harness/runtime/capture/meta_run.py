@@ -177,10 +177,11 @@ def _with_gradients(
     """Tell which values the loss reads differentiably; backward does not run for others."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output":
-            live |= {node}
-        elif any(x.requires_grad for x in tensors_within(measured[node].value)):
-            live |= {node} if live.intersection(node.users) else set()
+        if node.op == "output" or (
+            not live.isdisjoint(node.users)
+            and any(x.requires_grad for x in tensors_within(measured[node].value))
+        ):
+            live.add(node)
     return {
         node: replace(found, has_gradient=True)
         if node in live

@@ -269,8 +269,10 @@ class SegmentBuilder:
             self._operator_of[emitted.target] = part.operator, path
         elif node.target in _SPARSE:
             place = _SPARSE[node.target]
-            emitted.args = tuple(k != place and x for k, x in enumerate(emitted.args))
-            emitted.kwargs = {key: key != "sparse" and x for key, x in emitted.kwargs.items()}
+            if len(emitted.args) > place:
+                emitted.update_arg(place, False)
+            elif "sparse" in emitted.kwargs:
+                emitted.update_kwarg("sparse", False)
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)
