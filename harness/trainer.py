@@ -192,7 +192,7 @@ class Trainer:
         self._n_replica = sum(counts.get(rank, 0) for rank in engine.replica)
         self._held = self._engine.held_state()
         self._plain = PlainState(self._held.gatherer, optimizer, task.prefix)
-        self.optimizer, self.grad_norm = self._held.optimizer, engine.grad_norm
+        self.optimizer, self.grad_norm = self._held.optimizer, engine.clip.norm
         own = *task.model.named_parameters(), *((name, p) for p, name in self._names.items())
         self._flags = {p: (name.removeprefix(task.prefix), p.requires_grad) for name, p in own}
 
@@ -267,7 +267,7 @@ class Trainer:
                 f"step takes a batch of this Trainer, got {given}: give what its batches() yields"
             )
         loss = engine.step(lambda: batch.batch, batch.share)
-        self.grad_norm = engine.grad_norm
+        self.grad_norm = engine.clip.norm
         self._recorder.discard()
         return loss
 

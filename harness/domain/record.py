@@ -212,6 +212,7 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
         _CHANGE,
     ),
     "kernel_s": {"name": TEXT},
+    "gradient_square_norm": {"n_distinct": SIZE},
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

@@ -150,10 +150,12 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     if case.load_state is not None:
         case = replace(case, load_state=context.run_dir / case.load_state)
     summary = run_train(case, context)
-    losses = [record.value for record in samples_of(context.recorder.collect(), "loss")]
+    records = context.recorder.collect()
+    losses = [record.value for record in samples_of(records, "loss")]
+    squares = [record.value for record in samples_of(records, "gradient_square_norm")]
     path = context.run_dir / "model.safetensors"
     state = load_file(path) if context.world.is_first else {}
-    found = {"summary": summary, "losses": losses, "state": state}
+    found = {"summary": summary, "losses": losses, "state": state, "squares": squares}
     if case.save_sharded:
         dist.barrier()  # all ranks have written
         found["sharded"] = load_sharded(context.run_dir / "state")

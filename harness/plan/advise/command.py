@@ -1,6 +1,7 @@
 """`python -m harness.plan advise`: flags, files in, words out."""
 
 import argparse
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import OPTIMIZER_STEPS, default_profile, graph_beside
 from harness.errors import ConfigError
+from harness.measure.derive.noise import NoiseScale
 from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
+from harness.plan.advise.batches import compare_batches, measured_noise
 from harness.plan.advise.measured import known_plans, uncertainty_of
 from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
@@ -93,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="processor seconds for all predictions and searches (default: %(default)s)",
     )
+    how.add_argument(
+        "--noise-scale",
+        type=float,
+        metavar="SAMPLES",
+        help="gradient noise scale, to compare batches by their time to the same loss (default: "
+        "that of the newest train --noise-steps in RESULTS)",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
     out.add_argument(
@@ -132,13 +142,23 @@ def run(args: argparse.Namespace) -> None:
         strategy = msgspec.structs.replace(advice.best.strategy, made_for=made_for)
         write_atomically(args.output, planned_for(args, strategy).to_json())
     graph, profile = advice.request.graph, advice.request.profile
+    noise = _noise_scale(args, graph.name)
+    batches = None if noise is None else compare_batches(advice, noise)
     strategy = advice.best.strategy
     print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))
     if args.json:
-        print(msgspec.json.encode(advice_object(advice)).decode())
+        print(msgspec.json.encode(advice_object(advice, batches)).decode())
         return
     sizes = "" if args.model else " (add the model's size flags, if any)"
-    print(*advice_lines(advice), f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
+    lines = advice_lines(advice, batches)
+    print(*lines, f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
+
+
+def _noise_scale(args: argparse.Namespace, model: str) -> NoiseScale | None:
+    given: float | None = args.noise_scale
+    if given is None:
+        return measured_noise(args.results, model)
+    return NoiseScale(n_samples=given, low=given, high=given)
 
 
 def _given_prices(path: Path, names: Sequence[str]) -> Prices:
@@ -183,6 +203,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.per_device_batch is not None and args.per_device_batch < 1:
         raise ConfigError(f"--per-device-batch {args.per_device_batch} must be above 0")
+    if args.noise_scale is not None and not 0 < args.noise_scale < math.inf:
+        raise ConfigError(f"--noise-scale {args.noise_scale:g} must be a number of samples above 0")
     unknown = [name for name in args.strategies if name not in FAMILIES]
     if unknown:
         raise ConfigError(f"--strategies {unknown[0]} is unknown: use {', '.join(FAMILIES)}")

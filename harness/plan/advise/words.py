@@ -8,7 +8,8 @@ from harness.domain.cluster import ANY_KIND
 from harness.domain.hostfile import numbered_runs
 from harness.inputs import one_line
 from harness.measure.text import cell, table
-from harness.plan.advise.advice import Advice, LeftOut
+from harness.plan.advise.advice import NEARLY, Advice, LeftOut
+from harness.plan.advise.batches import Batches
 from harness.plan.advise.prices import Prices
 from harness.plan.advise.pricing import Priced
 from harness.units import format_bandwidth, format_bytes, format_duration, format_number
@@ -24,7 +25,7 @@ _LEAST_COST = 1.05
 _LEAST_GAIN = 1.02
 
 
-def advice_lines(advice: Advice) -> list[str]:
+def advice_lines(advice: Advice, batches: Batches | None = None) -> list[str]:
     """One sentence first, then the reasons, then the tables."""
     return [
         first_sentence(advice),
@@ -32,10 +33,12 @@ def advice_lines(advice: Advice) -> list[str]:
         *(_left_out_line(o, advice) for o in advice.left_out if o.with_it is not advice.sets[0]),
         *_larger(advice),
         *_cheapest(advice),
+        *(_faster_batch(advice, batches) if batches else ()),
         "",
         *_set_table(advice),
         *_change_table(advice),
         *_batch_table(advice),
+        *(_choice_table(advice, batches) if batches else ()),
         "",
         *_notes(advice),
     ]
@@ -143,6 +146,17 @@ def _cheapest(advice: Advice) -> Iterator[str]:
         yield f"Cheapest: {where}{more}, {words} per million samples."
 
 
+def _faster_batch(advice: Advice, batches: Batches) -> Iterator[str]:
+    """The batch that reaches the same loss first, if it gains more than predictions are off."""
+    most = max(batches.choices, key=lambda one: one.gain)
+    if NEARLY * most.gain > 1:
+        where = _machines(most.best, advice, " devices")
+        yield (
+            f"A batch of {most.best.batch} on {where} with {_in_words(most.best)} would reach the "
+            f"same loss {format_number(most.gain, 2)} times as fast, if its learning rate fits."
+        )
+
+
 def energy_kwh(one: Priced, prices: Prices) -> float | None:
     """Per million samples; None where a node's watts are not given."""
     watts = prices.joules_per_s(one.node_names)
@@ -239,6 +253,23 @@ def _batch_table(advice: Advice) -> list[str]:
     return ["", *table(["strategy", "devices", "largest global batch", "recomputed"], rows)]
 
 
+def _choice_table(advice: Advice, batches: Batches) -> list[str]:
+    heads = ["global batch", "machines", "strategy", "samples/s", "samples needed",
+             "times as fast to the same loss"]  # fmt: skip
+    rows = [
+        [
+            str(one.best.batch),
+            _machines(one.best, advice),
+            one_line(one.best.label, _LONGEST_LABEL),
+            format_number(one.best.samples_per_s, 3),
+            f"{one.needed:.2f}",
+            f"{one.gain:.2f}",
+        ]
+        for one in batches.choices
+    ]
+    return ["", *table(heads, rows), f"gradient noise scale: {batches.noise} samples"]
+
+
 def _notes(advice: Advice) -> Iterator[str]:
     yield f"range: {advice.uncertainty.source}"
     if not advice.request.overlap:
@@ -249,7 +280,7 @@ def _notes(advice: Advice) -> Iterator[str]:
         )
 
 
-def advice_object(advice: Advice) -> dict[str, Any]:
+def advice_object(advice: Advice, batches: Batches | None = None) -> dict[str, Any]:
     """One JSON object, with the fields that docs/machines.md lists."""
     prices = advice.prices
     return {
@@ -284,6 +315,18 @@ def advice_object(advice: Advice) -> dict[str, Any]:
             for change in advice.changes
         ],
         "largest_batch": advice.largest,
+        "noise_scale": batches and batches.noise,
+        "batches": [
+            {
+                "batch": one.best.batch,
+                "nodes": one.best.node_names,
+                "strategy": one.best.label,
+                "samples_per_s": one.best.samples_per_s,
+                "samples_needed": one.needed,
+                "times_best": one.gain,
+            }
+            for one in (batches.choices if batches else ())
+        ],
         "uncertainty": advice.uncertainty.source,
         "n_unpriced": advice.n_unpriced,
     }

@@ -25,7 +25,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import NARROW_DTYPES
-from harness.runtime.engines.engine import EngineOptions, Share, fetch_batch
+from harness.runtime.engines.engine import Clip, EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
@@ -176,6 +176,7 @@ class DeepSpeedEngine:
         if world.device.type == "cuda":
             _match_running_statistics(self.model)
         self._plain_backend, self._comm = deepspeed.comm.comm.cdb, deepspeed.comm.comm
+        self.clip = Clip(options.optimizer.max_grad_norm)
         self._timer = TimedBackend(self._plain_backend, recorder)
         self._comm.cdb = self._timer
 

@@ -80,6 +80,20 @@ class EngineOptions:
     outer: OuterOptions | None = None
 
 
+@dataclass
+class Clip:
+    """Scales all gradients of a step, or a replica's, down to a norm, as torch's clip_grad_norm_.
+
+    Attributes:
+        most: the largest norm; infinite: gradients stay, None: their norm is not computed either.
+        norm: of the last step's gradients before they were scaled, on the device; None before the
+            first, and of DeepSpeed.
+    """
+
+    most: float | None
+    norm: Tensor | None = None
+
+
 class Engine(Protocol):
     """Trains a model step by step; all ranks of the run call the same methods in the same order.
 
@@ -103,6 +117,11 @@ class Engine(Protocol):
     @property
     def optimizer(self) -> Optimizer:
         """Of this rank's parameters."""
+        ...
+
+    @property
+    def clip(self) -> Clip:
+        """Of each step's gradients."""
         ...
 
     @property

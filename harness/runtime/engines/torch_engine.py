@@ -30,7 +30,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision, reduced
-from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
+from harness.runtime.engines.engine import Clip, EngineOptions, Share, TimedSums, fetch_batch
 from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import average_of, make_optimizer
 from harness.runtime.engines.phases import Phases
@@ -161,7 +161,7 @@ class TorchEngine:
         self.optimizer = make_optimizer(
             task.model.named_parameters(), options.optimizer, world.device
         )
-        self._max_norm = options.optimizer.max_grad_norm
+        self.clip = Clip(options.optimizer.max_grad_norm)
 
     @property
     def model(self) -> nn.Module:
@@ -215,10 +215,10 @@ class TorchEngine:
             return loss
 
     def _update(self) -> None:
-        scaler = self._precision.scaler
-        if self._max_norm is not None:
+        scaler, clip = self._precision.scaler, self.clip
+        if clip.most is not None:
             scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self._task.model.parameters(), self._max_norm)
+            clip.norm = nn.utils.clip_grad_norm_(self._task.model.parameters(), clip.most)
         scaler.step(self.optimizer)
         scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -179,10 +179,12 @@ class ExecutorEngine:
         self.optimizer = make_optimizer(own_parameters, options.optimizer, world.device)
         self._prime_update = partial(prime_update, own_parameters, options.optimizer, world.device)
         most = options.optimizer.max_grad_norm
-        norm_group = None if most is None else replicas.own_group(self._groups)
-        clip = GradientClip(most, world, norm_group)
+        norm_group = None
+        if most is not None or replicas.n == 1:
+            norm_group = replicas.own_group(self._groups)
+        self.clip = GradientClip(most, world, norm_group)
         self.updating = WeightUpdate(
-            self.weights, self.owners, self.optimizer, scale, hooks, clip, self._phases,
+            self.weights, self.owners, self.optimizer, scale, hooks, self.clip, self._phases,
         )  # fmt: skip
 
         self.weights.release_others(captured.module)
@@ -244,11 +246,6 @@ class ExecutorEngine:
     def n_synchronisations(self) -> int:
         n_updates = self._n_updates if self.plan.is_asynchronous else 1
         return n_updates * self._sync.n_sums + (self._averages is not None)
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """See `GradientClip.norm`."""
-        return self.updating.clip.norm
 
     @property
     def can_be_muted(self) -> bool:

@@ -63,10 +63,12 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("held_out_dir", "evaluate_every"), ("evaluate", (True,))),
 }
 
+_FEWEST_NOISE_STEPS = 16
+
 _AT_LEAST = {
     **dict.fromkeys((
-        "warm_up", "no_sync_steps", "profiler_steps", "n_workers", "momentum", "outer_momentum",
-        "weight_decay", "lr_warm_up", "cache_memory", "seed",
+        "warm_up", "no_sync_steps", "noise_steps", "profiler_steps", "n_workers", "momentum",
+        "outer_momentum", "weight_decay", "lr_warm_up", "cache_memory", "seed",
     ), 0),
     **dict.fromkeys((
         "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
@@ -208,13 +210,33 @@ def check_case(case: TrainCase) -> None:
             f"--balance speed shares the samples of ddp, not of {case.strategy}: drop it; searched "
             "and pipeline balance by the profile, and degrees take shares=2-1"
         )
-    if case.profiler_steps and case.is_elastic:
-        raise ConfigError(
-            f"--profiler-steps {case.profiler_steps} is for one strategy, "
-            f"{flag(case.elastic_flags[0])} may change it: drop one of them"
-        )
+    for name in ("profiler_steps", "noise_steps"):
+        if (n_steps := getattr(case, name)) and case.is_elastic:
+            raise ConfigError(
+                f"{flag(name)} {n_steps} is for one strategy, "
+                f"{flag(case.elastic_flags[0])} may change it: drop one of them"
+            )
+    _check_noise(case)
     _check_average(case)
     _check_compiled(case)
+
+
+def _check_noise(case: TrainCase) -> None:
+    """Refuse to measure the gradient noise scale where the norm of a batch's gradient is none."""
+    if not case.noise_steps:
+        return
+    asked = f"--noise-steps {case.noise_steps}"
+    if case.noise_steps < _FEWEST_NOISE_STEPS:
+        raise ConfigError(f"{asked} are too few for an interval: give {_FEWEST_NOISE_STEPS} or 0")
+    if case.batch < 2:
+        raise ConfigError(f"{asked} compares batches of one sample and more: raise --batch-size 1")
+    if case.engine == "deepspeed" or case.is_asynchronous or case.sync_every > 1:
+        others = {"--asynchronous": case.is_asynchronous, "--sync-every": case.sync_every > 1}
+        other = next((name for name, is_given in others.items() if is_given), case.strategy)
+        raise ConfigError(
+            f"{asked} needs one gradient of a whole batch, and {other} gives none: measure with "
+            "--strategy single or ddp"
+        )
 
 
 def _check_average(case: TrainCase) -> None:

@@ -211,6 +211,10 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     no_sync_steps: int = 5
     """Number of extra steps without communication after verification. They give a second estimate
     of exposed communication, and the time of computing alone. 0 skips them."""
+    noise_steps: int = 0
+    """Number of extra steps after verification that measure the gradient noise scale: up to about
+    this batch, a larger batch needs few more samples for the same loss (64 is a good number). The
+    loss must be a mean over samples."""
     profiler_steps: int = 0
     """Number of extra steps under torch.profiler after verification. Each rank writes their
     operators and kernels to rank<k>.pt.trace.json.gz in the run's directory on its host, and the

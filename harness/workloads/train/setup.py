@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -28,7 +28,7 @@ from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import Precision, sent_bytes, set_tensor_cores
 from harness.runtime.devices.sampling import settle
-from harness.runtime.engines.engine import Engine, EngineOptions
+from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
@@ -108,8 +108,8 @@ class Training:
         prefix: what stands before the names of the user's own parameters.
         flops: FLOPs of this rank in a step; None when they cannot be counted.
         n_parameters: number of trained parameters of the whole model.
-        gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
-            other than data parallelism.
+        gradient_bytes: bytes that data parallelism all-reduces in a step, on average; None for
+            other strategies.
         has_local_loss: ranks compute a loss of their own samples that may be no mean over samples.
     """
 
@@ -127,6 +127,16 @@ class Training:
     n_parameters: int
     gradient_bytes: int | None
     has_local_loss: bool
+
+    def share(self, step: int, rank: int) -> Share:
+        """A rank's share of a step's batch, counted from the first warm-up step."""
+        plan, sizes = self.plan, self.plan.sizes(step)
+        return Share(
+            n_local=plan.n_fed(rank, step),
+            n_global=sum(sizes),
+            counts=self.count_targets(plan.global_indices(step, has_epochs=True)),
+            n_replica=sum(sizes[rank] for rank in self.engine.replica),
+        )
 
     @property
     def executor(self) -> ExecutorEngine:
@@ -288,13 +298,6 @@ def _batch_plan(
     return plan
 
 
-def _gradient_bytes(case: TrainCase, trained: Iterable[nn.Parameter]) -> int | None:
-    """Bytes of a step's gradients on average, if data parallelism reduces them."""
-    if not reduces_all(case):
-        return None
-    return sum(sent_bytes(p, case.reduce_dtype) for p in trained) // case.sync_every
-
-
 def _rates(case: TrainCase, n_steps: int) -> LearningRates:
     return LearningRates(
         case.learning_rate,
@@ -337,7 +340,7 @@ def prepare(
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
     trained = [p for p in task.model.parameters() if p.requires_grad]
     n_parameters = sum(p.numel() for p in trained)  # before the executor frees other ranks'
-    gradient_bytes = _gradient_bytes(case, trained)
+    gradient_bytes = sum(sent_bytes(p, case.reduce_dtype) for p in trained) // case.sync_every
     options: ExecutorPlan | None = None
     flops: StepFlops | None
     has_local_loss = planned is None and _has_local_loss(case, task, world)
@@ -374,7 +377,7 @@ def prepare(
         prefix=task.prefix,
         flops=flops,
         n_parameters=n_parameters,
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=gradient_bytes if reduces_all(case) else None,
         has_local_loss=has_local_loss,
     )
 

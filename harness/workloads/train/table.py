@@ -12,8 +12,9 @@ from harness.domain.run import telling_flags
 from harness.inputs import one_line
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
+from harness.measure.derive.noise import noise_scale, samples_needed
 from harness.measure.derive.pipeline import pipeline_summary
-from harness.measure.derive.settings import told_apart, unlike_one_device
+from harness.measure.derive.settings import configured_number, told_apart, unlike_one_device
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.steps import change_times, epoch_times, step_times
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
@@ -136,10 +137,23 @@ def train_text(runs: list[Run]) -> str:
         _table("run", _COMMUNICATION, [(name, s) for name, s in done if s.communication_s]),
         _table("run", _DEVICE, done),
         _warnings(named),
+        _noise([(name, run) for run, (name, _) in zip(runs, named, strict=True)]),
         *(_kernels(name, run) for run, (name, _) in zip(runs, named, strict=True)),
         compared_text(runs, summaries),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _noise(named: Iterable[tuple[str, Run]]) -> str:
+    """The gradient noise scale of each run with --noise-steps, and what its batch costs by it."""
+    rows = []
+    for name, run in named:
+        found, batch = noise_scale(run.ranks.get(0, ())), configured_number(run, "batch")
+        if found is not None and batch is not None:
+            times = samples_needed(batch, found.n_samples)
+            rows.append([name, str(found), f"{batch:g}", f"{times:.2f}"])
+    heads = ["run", "gradient noise scale, samples", "batch", "samples needed"]
+    return columns(heads, rows)
 
 
 def _kernels(name: str, run: Run) -> str:

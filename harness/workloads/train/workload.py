@@ -22,7 +22,6 @@ from harness.run import measure_steps
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
-from harness.runtime.engines.engine import Share
 from harness.runtime.engines.optimizers import set_rate
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.interfaces import NicCounter
@@ -94,14 +93,6 @@ class TrainLoop:
             between=self._between,
         )
 
-    def _share(self, index: int) -> Share:
-        plan, step = self.training.plan, index + self._n_warm_up
-        n_fed = plan.n_fed(self._context.world.rank, step)
-        counts = self.training.count_targets(plan.global_indices(step, has_epochs=True))
-        sizes = plan.sizes(step)
-        n_replica = sum(sizes[rank] for rank in self.training.engine.replica)
-        return Share(n_local=n_fed, n_global=sum(sizes), counts=counts, n_replica=n_replica)
-
     def _step(self, index: int) -> None:
         training = self.training
         if self._keeper is not None:
@@ -109,7 +100,8 @@ class TrainLoop:
         if self._changes is not None and index >= 0:
             self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
         set_rate(training.engine.optimizer, training.rates.at(index))
-        loss = training.engine.step(lambda: next(training.batches), self._share(index))
+        share = training.share(index + self._n_warm_up, self._context.world.rank)
+        loss = training.engine.step(lambda: next(training.batches), share)
         self._losses.add(index, loss)
         if index == -1:
             self._losses.end_step()
@@ -187,6 +179,14 @@ class TrainLoop:
                 "and begin again without --resume"
             )
 
+    def measure_noise(self, n_steps: int) -> None:
+        """Run the steps of --noise-steps; the model's parameters stay."""
+        if not n_steps:
+            return
+        from harness.workloads.train.noise import record_gradients
+
+        record_gradients(self.training, n_steps, self._context)
+
     def trace_kernels(self, n_steps: int) -> None:
         """Train further steps under torch.profiler, of full batches."""
         if not n_steps:
@@ -194,7 +194,7 @@ class TrainLoop:
         from harness.workloads.train.kernels import trace_steps
 
         self._context.flush()
-        engine, share = self.training.engine, self._share(-self._n_warm_up)
+        engine, share = self.training.engine, self.training.share(0, self._context.world.rank)
         barrier()
         trace_steps(lambda: engine.step(self._full_batch, share), n_steps, self._context)
 
@@ -208,7 +208,7 @@ class TrainLoop:
         if not n_steps or not engine.can_be_muted:
             return
         self._context.flush()
-        share = self._share(-self._n_warm_up)
+        share = self.training.share(0, self._context.world.rank)
         barrier()
         for recorder.step in range(-1, n_steps):
             with recorder.span("step"):
@@ -337,6 +337,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     if not is_last:
         return summary | {UNTIL: case.until}
     if changes is None:
+        loop.measure_noise(case.noise_steps)
         loop.trace_kernels(case.profiler_steps)
         loop.measure_without_communication(case.no_sync_steps)
     return summary

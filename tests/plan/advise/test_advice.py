@@ -531,6 +531,7 @@ def test_times_of_nothing_are_refused():
         ("--momentum -1", "--momentum -1 must be at least 0"),
         ("--strategies dpd", "--strategies dpd is unknown: use single, ddp"),
         ("--model vgg16 --per-device-batch 0", "must be above 0"),
+        ("--batch-size 4 --noise-scale 0", "--noise-scale 0 must be a number of samples above 0"),
         ("--memory 1MB --strategies ddp", "fits on no set of these machines"),
     ],
 )

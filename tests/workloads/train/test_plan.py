@@ -41,22 +41,23 @@ CASE = TrainCase(
 # fp32 sums in another order: 5 steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
 
+MEASURED = replace(CASE, engine="executor", noise_steps=16)
+
 # Stands for where the case before has saved its state.
 SAVED = Path("state")
 
 # 30 samples in batches of 12 leave 6, which the executor drops: `single` by it is the reference.
 CASES = {
-    "single": replace(CASE, strategy="single", engine="executor"),
-    "ddp": replace(CASE, strategy="ddp", engine="executor"),
+    "single": replace(MEASURED, strategy="single"),
+    "ddp": replace(MEASURED, strategy="ddp"),
     "torch ddp": replace(CASE, strategy="ddp", n_samples=24),
-    "tensor": replace(CASE, strategy="tensor", engine="executor", save_sharded=True),
+    "tensor": replace(MEASURED, strategy="tensor", save_sharded=True),
     "single goes on": replace(CASE, strategy="single", engine="executor", load_state=SAVED),
     "pipeline goes on": replace(CASE, strategy="pipeline", engine="executor", load_state=SAVED),
     "searched": replace(CASE, strategy="searched", engine="executor"),
     "pipeline": replace(CASE, strategy="pipeline", engine="executor", microbatches=3),
     "gpipe": replace(
-        CASE, strategy="pipeline", engine="executor", schedule="gpipe", microbatches=4,
-        recompute=True,
+        MEASURED, strategy="pipeline", schedule="gpipe", microbatches=4, recompute=True
     ),
     "interleaved": replace(
         CASE, strategy="pipeline", engine="executor", schedule="interleaved", microbatches=2
@@ -90,6 +91,9 @@ def test_every_strategy_trains_what_one_device_trains(trained, name):
     expected, found = trained[0]["single"], trained[0][name]
     assert found["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
     assert largest_difference(found["state"], expected["state"]) < TOLERANCE
+    if CASES[name].noise_steps:
+        assert len(expected["squares"]) == MEASURED.noise_steps
+        assert found["squares"] == pytest.approx(expected["squares"], rel=1e-3)
 
 
 def test_the_parts_that_ranks_wrote_are_the_model_and_its_momenta(trained):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from harness.domain.files import Count
 from harness.domain.freezing import FreezableLayer, FreezingState
+from harness.runtime.engines.engine import Clip
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.sharded.owners import Owners
@@ -138,26 +139,21 @@ def _own_gradients(owners: Owners, rank: int) -> list[tuple[str, Tensor]]:
     return [(name, gradient) for name, gradient in own if gradient is not None]
 
 
-class GradientClip:
-    """Scales gradients down to a norm of all of them, as torch's clip_grad_norm_ does.
+class GradientClip(Clip):
+    """See `Clip`; of synchronous training.
 
     Args:
-        most: the largest norm, of synchronous training; None: gradients stay.
         group: of the ranks of this rank's replica; None for a rank alone.
-
-    Attributes:
-        norm: before the last step's were scaled, on the device; None before the first, and where
-            gradients stay.
     """
 
     def __init__(self, most: float | None, world: World, group: Any) -> None:
-        self._most, self._world, self._group = most, world, group
-        self.norm: Tensor | None = None
+        super().__init__(most)
+        self._world, self._group = world, group
 
     @torch.no_grad()
     def apply(self, owners: Owners, phases: Phases, *, is_muted: bool) -> None:
         """Scale a step's gradients, after they have been reduced; all ranks must call it."""
-        if self._most is None:
+        if self.most is None:
             return
         own = [gradient for _, gradient in _own_gradients(owners, self._world.rank)]
         square = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -166,7 +162,7 @@ class GradientClip:
         if self._group is not None and not is_muted:
             phases.wait(lambda: dist.all_reduce(square, group=self._group), name="gradient norm")
         self.norm = square.sqrt()
-        factor = (self._most / (self.norm + 1e-6)).clamp(max=1.0)
+        factor = (self.most / (self.norm + 1e-6)).clamp(max=1.0)
         gradients = [x.grad for x in owners.own.values() if x.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)

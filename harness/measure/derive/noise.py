@@ -1,0 +1,78 @@
+"""The gradient noise scale of a training, by the norms of gradients of two numbers of samples.
+
+Source: McCandlish, Kaplan, Amodei and the OpenAI Dota Team, An Empirical Model of Large-Batch
+Training, 2018, appendix A.1.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.domain.record import Record
+from harness.measure.derive.spans import samples_of
+from harness.measure.statistics import CONFIDENCE
+from harness.units import format_number
+
+_N_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """In samples; infinite where the gradient cannot be told from its noise.
+
+    Attributes:
+        low, high: its interval, by the bootstrap.
+    """
+
+    n_samples: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.n_samples):
+            return f"above {format_number(self.low, 2)}"
+        if self.low == self.high:
+            return format_number(self.n_samples, 3)
+        high = "more" if math.isinf(self.high) else format_number(self.high, 2)
+        return f"{format_number(self.n_samples, 2)} ({format_number(self.low, 2)} to {high})"
+
+
+def samples_needed(batch: float, noise_scale: float) -> float:
+    """Samples to the same loss with a batch, relative to those with the smallest batches.
+
+    Source: McCandlish et al., with the noise scale as critical batch: (steps / fewest - 1)
+    (samples / fewest - 1) = 1, where the critical batch is fewest samples / fewest steps.
+    """
+    return 1 + batch / noise_scale
+
+
+def noise_scale(records: Iterable[Record]) -> NoiseScale | None:
+    """The noise scale by rank 0's records; None without gradients of two numbers of samples."""
+    squares: dict[int, list[float]] = defaultdict(list)
+    for sample in samples_of(records, "gradient_square_norm"):
+        squares[int(str(sample.labels["n_distinct"]))].append(sample.value)
+    if len(squares) != 2:
+        return None
+    (few, of_few), (many, of_many) = sorted(squares.items())
+    draw = np.random.default_rng(0)
+    means = [
+        draw.choice(np.asarray(values), (_N_RESAMPLES, len(values))).mean(axis=1)
+        for values in (of_few, of_many)
+    ]
+    resampled = _scale(few, many, *means)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(resampled, [tail, 1 - tail], method="nearest")
+    found = _scale(few, many, np.mean(of_few, keepdims=True), np.mean(of_many, keepdims=True))
+    return NoiseScale(n_samples=float(found[0]), low=float(low), high=float(high))
+
+
+def _scale(few: int, many: int, of_few: np.ndarray, of_many: np.ndarray) -> np.ndarray:
+    """By mean squared norms: a mean gradient of n samples has |G|^2 + S / n in expectation, where G
+    is the gradient, S the trace of the covariance of samples' gradients, and S / |G|^2 the scale.
+    """
+    gradient = (many * of_many - few * of_few) / (many - few)
+    noise = np.maximum(0, (of_few - of_many) / (1 / few - 1 / many))
+    return np.where(gradient > 0, noise / np.where(gradient > 0, gradient, 1), math.inf)

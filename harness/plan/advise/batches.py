@@ -1,0 +1,80 @@
+"""Which global batch reaches the same loss first, by the gradient noise scale."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.measure.derive.noise import NoiseScale, noise_scale, samples_needed
+from harness.measure.store import find_runs, read_run
+from harness.plan.advise.advice import Advice, best_of
+from harness.plan.advise.pricing import Priced, price
+
+# Times today's batch.
+_FACTORS = (0.25, 0.5, 2, 4, 8)
+_N_SETS = 8  # the fastest at today's batch; also the fastest device alone, and the most machines
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice:
+    """A global batch on the machines that train it fastest.
+
+    Attributes:
+        needed: see `samples_needed`.
+        gain: seconds to the same loss with today's batch / with this one.
+    """
+
+    best: Priced
+    needed: float
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Today's batch on the best set, and others by standard strategies, ascending."""
+
+    noise: NoiseScale
+    choices: list[BatchChoice]
+
+
+def measured_noise(results: Path | None, model: str) -> NoiseScale | None:
+    """The noise scale of the newest training of a model with --noise-steps."""
+    for path, header in reversed(find_runs(results)[0] if results is not None else []):
+        config = header.config
+        is_measured = header.workload == "train" and bool(config.get("noise_steps"))
+        if is_measured and header.status == "ok" and config.get("model") == model:
+            found = noise_scale(read_run(path, header)[0].ranks.get(0, ()))
+            if found is not None:
+                return found
+    return None
+
+
+def compare_batches(advice: Advice, noise: NoiseScale) -> Batches:
+    """Predict the steps of other batches than today's."""
+    now = advice.best
+    found = [now, *_other_batches(advice)]
+
+    def needed(one: Priced) -> float:
+        return samples_needed(one.batch, noise.n_samples)
+
+    rate = now.samples_per_s / needed(now)
+    choices = [
+        BatchChoice(best=one, needed=needed(one), gain=one.samples_per_s / needed(one) / rate)
+        for one in found
+    ]
+    return Batches(noise=noise, choices=sorted(choices, key=lambda one: one.best.batch))
+
+
+def _other_batches(advice: Advice) -> Iterator[Priced]:
+    sets, request = advice.sets, advice.request
+    most = max(sets, key=lambda one: one.cluster.n_devices)
+    chosen = {id(one): one for one in (*sets[:_N_SETS], advice.best, advice.single, most) if one}
+    each = request.per_device_batch if request.batch is None else request.batch
+    assert each is not None, "one of both is given"
+    for batch in (int(factor * each) for factor in _FACTORS):
+        if request.batch is None:
+            other = replace(request, per_device_batch=batch)
+        else:
+            other = replace(request, batch=batch)
+        priced = [price(other, one.cluster) for one in chosen.values()] if batch else []
+        if fits := [one for one in priced if one is not None]:
+            yield best_of(fits)

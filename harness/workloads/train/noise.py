@@ -1,0 +1,80 @@
+"""Steps with a learning rate of 0 that measure the gradient noise scale by any strategy.
+
+Steps of different samples alternate with steps of few samples that repeat. The mean gradient of a
+batch in which each of n samples stands m times is that of n samples, so that batches of one size,
+as a strategy takes them, give the norms of the mean gradients of two numbers of samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.runtime.data import load_batches
+from harness.runtime.data.batch import BatchPlan
+from harness.runtime.engines.optimizers import set_rate
+from harness.runtime.ranks.gather import barrier
+from harness.runtime.ranks.world import Context
+from harness.workloads.train.setup import Training
+
+# Of a batch's samples, in the steps of few: fewer would be noisier, more too close to all.
+_MOST_DISTINCT = 1 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnSamples(BatchPlan):
+    """Batches of samples that are drawn independently of each other, so that a sample may come
+    twice; in every second batch few of them repeat."""
+
+    def n_distinct(self, step: int) -> int:
+        """Samples that are drawn for a step's batch, of which it is a multiple."""
+        batch = self.global_batch
+        if step % 2 == 0:
+            return batch
+        most = max(1, int(batch * _MOST_DISTINCT))
+        return next(n for n in range(most, 0, -1) if batch % n == 0)
+
+    def global_indices(self, step: int, *, has_epochs: bool = False) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        n = self.n_distinct(step)
+        drawn: list[int] = torch.randint(self.n_samples, (n,), generator=generator).tolist()
+        return drawn * (self.global_batch // n)
+
+    def sizes(self, step: int) -> list[int]:
+        return list(self.shares)
+
+
+def _gradient_norms(training: Training, context: Context, n_steps: int) -> Iterator[float]:
+    """The norm of the gradient of each step, while the model's parameters stay."""
+    engine, rank = training.engine, context.world.rank
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    most, engine.clip.most = engine.clip.most, math.inf
+    set_rate(engine.optimizer, 0.0)
+    for step in range(n_steps):
+        engine.step(lambda: next(training.batches), training.share(step, rank))
+        assert engine.clip.norm is not None, "the norm is asked for"
+        yield float(engine.clip.norm)
+    engine.clip.most = most
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def record_gradients(training: Training, n_steps: int, context: Context) -> None:
+    """Record the squared norm of the mean gradient of each of `n_steps` drawn batches, on rank 0,
+    with its number of samples; all ranks must call it."""
+    world, recorder, plan = context.world, context.recorder, training.plan
+    drawn = DrawnSamples(
+        n_samples=plan.n_samples, shares=plan.shares, positions=plan.positions, seed=plan.seed
+    )
+    batches = load_batches(training.data, drawn, world.rank, n_workers=0, device=world.device)
+    barrier()
+    with recorder.paused():
+        norms = list(
+            _gradient_norms(replace(training, plan=drawn, batches=batches), context, n_steps)
+        )
+    for step, norm in enumerate(norms if world.is_first else ()):
+        if math.isfinite(norm):  # in fp16 gradients overflow while the loss scale is too large
+            recorder.sample("gradient_square_norm", norm**2, n_distinct=drawn.n_distinct(step))

@@ -1,0 +1,57 @@
+"""The gradient noise scale of made gradients."""
+
+import math
+
+import numpy as np
+import pytest
+
+from harness.domain.record import Sample
+from harness.measure.derive.noise import noise_scale, samples_needed
+
+N_PARAMETERS = 50
+SCALE = 40.0  # trace of the covariance / squared norm of the mean gradient
+
+
+def squares(scale, n_each, *, mean=1.0, few=4, many=32):
+    """Squared norms of mean gradients of `few` and of `many` samples."""
+    draw = np.random.default_rng(7)
+    deviation = math.sqrt(scale / N_PARAMETERS)
+    return [
+        Sample(
+            metric="gradient_square_norm",
+            value=float(
+                np.square(
+                    mean / math.sqrt(N_PARAMETERS)
+                    + draw.normal(0, deviation / math.sqrt(n), N_PARAMETERS)
+                ).sum()
+            ),
+            labels={"n_distinct": n},
+        )
+        for _ in range(n_each)
+        for n in (few, many)
+    ]
+
+
+def test_the_scale_is_that_of_the_gradients_and_in_its_interval():
+    found = noise_scale(squares(SCALE, 400))
+    assert found.n_samples == pytest.approx(SCALE, rel=0.1)
+    assert found.low < SCALE < found.high < 1.5 * SCALE
+    assert samples_needed(SCALE, found.n_samples) == pytest.approx(2, rel=0.1)
+    fewer = noise_scale(squares(SCALE, 40))
+    assert fewer.low < found.low < found.high < fewer.high
+
+
+def test_without_a_gradient_the_scale_is_unknown():
+    found = noise_scale(squares(SCALE, 40, mean=0.0))
+    assert math.isinf(found.high)
+    assert samples_needed(32, math.inf) == 1
+
+
+def test_equal_samples_have_no_noise():
+    found = noise_scale(squares(0.0, 8))
+    assert str(found) == "0"
+
+
+def test_gradients_of_one_number_of_samples_tell_nothing():
+    assert noise_scale(squares(SCALE, 4)[::2]) is None
+    assert noise_scale([]) is None

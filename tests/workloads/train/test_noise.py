@@ -1,0 +1,69 @@
+"""The extra steps that measure the gradient noise scale."""
+
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from local_ranks import run_on_ranks
+from safetensors.torch import load_file
+
+from harness.measure.derive.noise import noise_scale
+from harness.measure.derive.spans import samples_of
+from harness.runtime.data import open_data
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.files import data_options
+from harness.workloads.train.noise import DrawnSamples
+from harness.workloads.train.setup import make_task
+from harness.workloads.train.table import train_text
+from harness.workloads.train.workload import run_train
+
+CASE = TrainCase(
+    model="train_on_ranks:tiny_mlp", image_size=8, n_classes=5, batch=24, n_samples=40, steps=0,
+    warm_up=3, learning_rate=0.05, weight_decay=0.1, no_sync_steps=0, noise_steps=16,
+    strategy="single",
+)  # fmt: skip
+
+
+def square(case, state, indices):
+    """The squared norm of the mean gradient of some samples, by plain PyTorch."""
+    task = make_task(case)
+    task.model.load_state_dict(state)
+    batch = open_data(case.data, data_options(case), task, case.batch).__getitems__(indices)
+    loss = task.sum_loss(task.model(*batch.inputs), batch.targets) / len(indices)
+    gradients = torch.autograd.grad(loss, list(task.model.parameters()))
+    return sum(float(gradient.square().sum()) for gradient in gradients)
+
+
+def test_records_are_of_the_drawn_samples_and_parameters_stay():
+    case = replace(CASE, steps=2)
+    (found,), run = run_on_ranks(train_with_state, case, 1)
+    plan = DrawnSamples(n_samples=40, shares=(24,))
+    records = samples_of(run.ranks[0], "gradient_square_norm")
+    assert [r.labels["n_distinct"] for r in records] == [24, 3] * 8
+    for step, record in enumerate(records):
+        own = plan.global_indices(step)[: int(record.labels["n_distinct"])]
+        assert record.value == pytest.approx(square(case, found, own), rel=1e-4)
+    header = msgspec.structs.replace(run.header, config={"batch": case.batch})
+    scale = noise_scale(run.ranks[0])
+    rows = train_text([replace(run, header=header)]).split("gradient noise scale, samples")[1]
+    assert rows.splitlines()[1].endswith(f"24     {1 + 24 / scale.n_samples:.2f}")
+    assert str(scale) in rows
+
+
+def train_with_state(case, context):
+    """Train; the parameters as they are before the extra steps."""
+    run_train(replace(case, save_model=True), context)
+    return load_file(context.run_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize(("batch", "few"), [(2, 1), (7, 1), (64, 8), (60, 6), (33, 3)])
+def test_few_samples_repeat_equally_often(batch, few):
+    plan = DrawnSamples(n_samples=10_000, shares=(batch,))
+    assert len(set(plan.global_indices(0))) > 0.9 * batch
+    assert plan.global_indices(0) != plan.global_indices(2)
+    counts = Counter(plan.global_indices(1))
+    assert len(plan.global_indices(1)) == batch
+    assert plan.n_distinct(1) == few
+    assert {n % (batch // few) for n in counts.values()} == {0}
