@@ -87,7 +87,8 @@ class Probe:
         banner: first line from the port, such as `SSH-2.0-OpenSSH_9.2`; empty if none came.
         login, login_detail: outcome of the login, and ssh's message; after a login, the message
             with which the shell ended before the probe did.
-        key_file: the file with an outdated host key of this host.
+        outdated_key: arguments by which ssh-keygen removes a host key that has changed.
+        failed_jump: the jump host whose login failed, as arguments of ssh.
         text: the probe's output, possibly truncated.
         is_complete: the probe ran to its end.
     """
@@ -101,7 +102,8 @@ class Probe:
     banner: str = ""
     login: Login = Login.UNTRIED
     login_detail: str = ""
-    key_file: str = ""
+    outdated_key: str = ""
+    failed_jump: str = ""
     clock: ProbedClock | None = None
     text: str = ""
     is_complete: bool = False
@@ -258,7 +260,6 @@ async def _read_banner(reader: asyncio.StreamReader, timeout_s: float) -> str:
 
 async def _enter(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
     """Wait until the login has read its startup files and the session's shell is ready."""
-    key_file = ""
     try:
         async with asyncio.timeout_at(deadline_s):
             await session.wait_until_ready()
@@ -268,10 +269,17 @@ async def _enter(session: Session, found: Probe, order: Order, deadline_s: float
     except EOFError:
         await session.child.settle(1.0)
         problem, detail = _explain_end(session)
-        key_file = ssh.offending_file(session.child.errors)
     else:
         return replace(found, login=Login.OK, login_detail="")
-    return replace(found, login=problem, login_detail=detail, key_file=key_file)
+    errors = session.child.errors
+    proxy = found.target.proxy if found.target is not None else ""
+    return replace(
+        found,
+        login=problem,
+        login_detail=detail,
+        outdated_key=ssh.outdated_key(errors),
+        failed_jump=ssh.failed_jump(proxy, errors),
+    )
 
 
 async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
@@ -299,7 +307,7 @@ async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) 
 def _explain_end(session: Session) -> tuple[Login, str]:
     """Why a login ended: by ssh's message, else the host's; ssh's own failures have status 255."""
     errors = session.child.errors
-    problem, detail = ssh.explain(errors), ssh.last_line(errors)
+    problem, detail = ssh.explain(errors), ssh.cause(errors)
     if problem is Login.FAILED and session.child.returncode != 255:
         says = ssh.explain(session.greeting)
         problem = Login.LEFT if says is Login.FAILED else says

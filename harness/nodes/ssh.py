@@ -47,10 +47,8 @@ class Login(StrEnum):
 
 
 # sshd accepts no more logins for now: MaxStartups, a penalty, or the same on a jump host.
-_DROPPED = (
-    "(kex|ssh)_exchange_identification|banner exchange|Not allowed at this time|"
-    "stdio forwarding failed|UNKNOWN port 65535"
-)
+_NO_BANNER = "(kex|ssh)_exchange_identification|banner exchange"
+_DROPPED = f"{_NO_BANNER}|Not allowed at this time|stdio forwarding failed|UNKNOWN port 65535"
 # The first match applies: ssh also prints "Host key verification failed" for a changed key, and
 # "Permission denied" for a key file that others may read.
 # A server's banner comes before ssh's messages and may be long, and the patterns are not linear.
@@ -167,10 +165,31 @@ def was_dropped(stderr: str) -> bool:
     return explain(stderr) is Login.CLOSED and bool(re.search(_DROPPED, stderr))
 
 
-def offending_file(stderr: str) -> str:
-    """The file with the outdated host key; empty if ssh names none."""
-    match = re.search(r"Offending .*key in (.+):\d+", stderr[-_LONGEST:])
-    return match[1] if match else ""
+def cause(stderr: str) -> str:
+    """The last line that tells the outcome, since a jump host's failure is followed by others."""
+    login = explain(stderr)
+    patterns = [pattern for of, pattern in _MESSAGES if of is login]
+    lines = stderr[-_LONGEST:].splitlines()
+    told = (line for line in reversed(lines) if any(re.search(p, line) for p in patterns))
+    return next(told, last_line(stderr)).strip()
+
+
+def outdated_key(stderr: str) -> str:
+    """Arguments by which ssh-keygen removes the outdated host key; empty if ssh names none."""
+    stderr = stderr[-_LONGEST:]
+    name = re.search(r"[Hh]ost key for (\S+) has changed", stderr)
+    file = re.search(r"Offending .*key in (.+):\d+", stderr)
+    options = [("-R", name), ("-f", file)]
+    return shlex.join(word for option, m in options if m for word in (option, m[1]))
+
+
+def failed_jump(proxy: str, stderr: str) -> str:
+    """The jump host whose own login failed, as arguments of ssh; empty: none, or one of several."""
+    jump = re.fullmatch(r"([^\s,:]+)(?::([0-9]+))?", proxy)
+    is_own = explain(stderr) in (Login.UNKNOWN_KEY, Login.CHANGED_KEY, Login.DENIED)
+    if jump is None or not (is_own and re.search(_NO_BANNER, stderr[-_LONGEST:])):
+        return ""
+    return f"-p {jump[2]} {jump[1]}" if jump[2] else jump[1]
 
 
 def last_line(text: str) -> str:

@@ -11,7 +11,7 @@ from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import Disk, PeerRoute, PythonFacts, Status, worst
 from harness.nodes.mpi import Hello
 from harness.nodes.probe import ProbedClock
-from harness.nodes.ssh import Login, Target
+from harness.nodes.ssh import Login
 
 GIB = 2**30
 
@@ -70,8 +70,9 @@ def test_each_shut_port_has_its_remedy(hosts, error, remedy):
     ("login", "detail", "remedy"),
     [
         (Login.UNKNOWN_KEY, "its host key is not known here", "ssh n1 true, and answer yes if "),
-        (Login.CHANGED_KEY, "not the one known here", "ssh-keygen -R n1 && ssh n1 true, and "),
+        (Login.CHANGED_KEY, "not the one known here", "ssh-keygen -R k && ssh n1 true, and answer"),
         (Login.DENIED, "asks for more than a key", "ssh-copy-id n1"),
+        (Login.DENIED, "asks for more than a key", "if your key has a passphrase: ssh-add"),
         (Login.KEY_FILE_OPEN, "others may read", "chmod 600"),
         (Login.TIMED_OUT, "hangs: no login", "sudo systemctl restart ssh"),
         (Login.CLOSED, "closes the connection", "journalctl -u ssh"),
@@ -80,24 +81,33 @@ def test_each_shut_port_has_its_remedy(hosts, error, remedy):
     ],
 )
 def test_each_failed_login_has_its_remedy(hosts, login, detail, remedy):
-    (finding,) = hosts(2).fail_login(1, login, login_detail="so it is").judge("login", 1)
+    cluster = hosts(2).fail_login(1, login, login_detail="so it is", outdated_key="-R k")
+    (finding,) = cluster.judge("login", 1)
     assert finding.status is Status.CRITICAL
     assert detail in finding.detail
     assert remedy in finding.remedy
 
 
-def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts):
-    target = Target(hostname="n1.lab", port=2222, user="ada", is_proxied=False)
-    cluster = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target, key_file="/etc/my hosts")
+@pytest.mark.parametrize(
+    ("login", "remedy"),
+    [
+        (Login.UNKNOWN_KEY, "ssh -p 2200 ada@jump true, and answer yes if "),
+        (Login.CHANGED_KEY, "ssh-keygen -R k && ssh -p 2200 ada@jump true, and answer yes if "),
+        (Login.DENIED, "ssh-copy-id -p 2200 ada@jump (first "),
+    ],
+)
+def test_a_jump_host_that_refuses_is_named(hosts, login, remedy):
+    cluster = hosts(2).fail_login(1, login, failed_jump="-p 2200 ada@jump", outdated_key="-R k")
     (finding,) = cluster.judge("login", 1)
-    assert "ssh-keygen -R '[n1.lab]:2222' -f '/etc/my hosts' && " in finding.remedy
-    assert " && ssh n1 true, and answer yes if " in finding.remedy
+    assert finding.detail.startswith("at its jump host (ssh -p 2200 ada@jump): ")
+    assert remedy in finding.remedy
 
 
-def test_a_changed_key_is_forgotten_under_the_name_behind_an_alias(hosts):
-    target = Target(hostname="n1.lab", port=22, user="ada", is_proxied=True)
-    (finding,) = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target).judge("login", 1)
-    assert "ssh-keygen -R n1.lab && ssh n1 true" in finding.remedy
+def test_only_a_port_that_was_tried_is_called_open(hosts):
+    for is_port_open in (True, False):
+        changes = {"is_port_open": is_port_open, "banner": ""}
+        (finding,) = hosts(2).fail_login(1, Login.TIMED_OUT, **changes).judge("login", 1)
+        assert ("the port is open" in finding.detail) == is_port_open
 
 
 def test_localhost_among_other_hosts_is_to_be_written_by_its_name(hosts):

@@ -56,9 +56,45 @@ def test_each_message_of_ssh_is_told_apart(stderr, login):
     assert ssh.explain(stderr) is login
 
 
-def test_the_file_of_a_changed_key_is_found():
-    assert ssh.offending_file(CHANGED) == "/home/ada/.ssh/known_hosts"
-    assert ssh.offending_file("Permission denied") == ""
+def test_a_changed_key_is_removed_under_the_name_that_ssh_has_for_it():
+    assert ssh.outdated_key(CHANGED) == "-R n1 -f /home/ada/.ssh/known_hosts"
+    other = CHANGED.replace("for n1", "for [n1.lab]:2222").replace("/home/ada", "/my home")
+    assert ssh.outdated_key(other) == "-R '[n1.lab]:2222' -f '/my home/.ssh/known_hosts'"
+    assert ssh.outdated_key("Permission denied") == ""
+
+
+CLOSED = "kex_exchange_identification: Connection closed by remote host"
+UNPRIVILEGED = "ada@jump: Permission denied (publickey)."
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([UNPRIVILEGED, CLOSED], UNPRIVILEGED),
+        (["channel 0: open failed: connect failed: Connection refused",
+          "stdio forwarding failed", CLOSED],
+         "channel 0: open failed: connect failed: Connection refused"),
+        (["a banner", "something new"], "something new"),
+    ],
+)  # fmt: skip
+def test_the_line_with_the_cause_is_shown(lines, cause):
+    assert ssh.cause("\n".join(lines) + "\n") == cause
+
+
+@pytest.mark.parametrize(
+    ("proxy", "lines", "jump"),
+    [
+        ("jump", [UNPRIVILEGED, CLOSED], "jump"),
+        ("ada@jump:2200", ["Host key verification failed.", CLOSED], "-p 2200 ada@jump"),
+        ("jump", [UNPRIVILEGED], ""),  # of the host itself
+        ("jump", ["stdio forwarding failed", CLOSED], ""),
+        ("jump,second", [UNPRIVILEGED, CLOSED], ""),
+        ("nc %h %p", [UNPRIVILEGED, CLOSED], ""),
+        ("", [UNPRIVILEGED], ""),
+    ],
+)
+def test_the_failed_login_of_a_jump_host_is_told_apart(proxy, lines, jump):
+    assert ssh.failed_jump(proxy, "\n".join(lines)) == jump
 
 
 def test_no_login_ever_asks_or_trusts():

@@ -1,7 +1,5 @@
 """Verdicts on access to a host: name, port, login, shell, clock."""
 
-import shlex
-
 from harness.inputs import shorten
 from harness.nodes.facts import Judgement, critical, ok, unknown, warn
 from harness.nodes.ssh import Login
@@ -82,25 +80,23 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
     probe, name = report.probe, report.name
     target = probe.target
     assert target is not None
-    is_usual = target.port == 22
-    port = "" if is_usual else f"-p {target.port} "
-    # known_hosts has a name in brackets with the port unless that is 22.
-    known = shlex.quote(target.hostname if is_usual else f"[{target.hostname}]:{target.port}")
-    key_file = f" -f {shlex.quote(probe.key_file)}" if probe.key_file else ""
+    port = "" if target.port == 22 else f"-p {target.port} "
     accept_key = (
-        f"ssh {name} true, and answer yes if the fingerprint is that of `ssh-keygen -lf "
-        "/etc/ssh/ssh_host_ed25519_key.pub` at its console"
+        f"ssh {probe.failed_jump or name} true, and answer yes if the fingerprint is that of "
+        "`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at its console"
     )
-    quiet = "" if probe.banner or probe.port_error else " (the port is open, but nothing answers)"
+    is_quiet = probe.is_port_open and not probe.banner
+    quiet = " (the port is open, but nothing answers)" if is_quiet else ""
     table = {
         Login.UNKNOWN_KEY: ("its host key is not known here", accept_key),
         Login.CHANGED_KEY: (
             "its host key is not the one known here: reinstalled, or another machine",
-            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {accept_key}",
+            f"if it was reinstalled: ssh-keygen {probe.outdated_key} && {accept_key}",
         ),
         Login.DENIED: (
             f"asks for more than a key: {probe.login_detail}",
-            f"ssh-copy-id {port}{name} (first ssh-keygen -t ed25519 if you have no key)",
+            f"ssh-copy-id {probe.failed_jump or port + name} (first ssh-keygen -t ed25519 if you "
+            "have no key); if your key has a passphrase: ssh-add",
         ),
         Login.KEY_FILE_OPEN: (
             "ssh ignores a private key that others may read",
@@ -134,7 +130,9 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
     }
     fallback = (f"ssh fails: {probe.login_detail or 'no message'}", f"ssh -v {name} true")
-    return table.get(probe.login, fallback)
+    detail, remedy = table.get(probe.login, fallback)
+    at = f"at its jump host (ssh {probe.failed_jump}): " if probe.failed_jump else ""
+    return at + detail, remedy
 
 
 def judge_shell(report: HostReport, survey: Survey) -> list[Judgement]:
