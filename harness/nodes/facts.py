@@ -173,6 +173,7 @@ class Facts:
         own_addresses: addresses of its host name, resolved on the host.
         run_interface, run_address: used by a run over the hosts that answered; empty: unknown.
         environment: path of the requested environment; empty: missing.
+        python_home: directory of the Python that a missing environment links to; empty: no link.
         python: interpreter of the environment, else of the system.
     """
 
@@ -196,6 +197,7 @@ class Facts:
     run_interface: str = ""
     run_address: str = ""
     environment: str = ""
+    python_home: str = ""
     python: PythonFacts | None = None
     python_error: str = ""
     mpi: str = ""

@@ -49,7 +49,7 @@ def parse_facts(text: str) -> Facts:
     quota_cores, memory_limit_bytes, limit_free_bytes = parse_limits(sections["cgroup"].lines)
     memory = parse_meminfo(sections["memory"].lines)
     free_bytes = [memory.get("MemAvailable", memory.get("MemFree")), limit_free_bytes]
-    environment = sections["python"].first
+    state, _, place = sections["python"].first.partition(" ")
     python, python_error = parse_python(sections["versions"])
     return Facts(
         hostname=sections["hostname"].first,
@@ -69,9 +69,8 @@ def parse_facts(text: str) -> Facts:
         interfaces=parse_interfaces(sections),
         routes=parse_routes(sections["routes"].lines),
         own_addresses=tuple(line.split()[0] for line in sections["own_name"].lines),
-        environment=environment.removeprefix("environment ")
-        if environment.startswith("environment ")
-        else "",
+        environment=place if state == "environment" else "",
+        python_home=place if state == "missing" else "",
         python=python,
         python_error=python_error,
         mpi=parse_mpi(sections["mpirun"]),

@@ -157,8 +157,9 @@ probe_python() {
     if [ -x "$python" ]; then
         printf 'environment %s\n' "$env_dir"
     else
+        # A link to a Python that is not there, or that this account cannot reach.
+        printf 'missing %s\n' "$([ ! -L "$python" ] || sed -n 's/^home *= *//p' "$env_dir/pyvenv.cfg")"
         python=$(command -v python3)
-        printf 'missing %s\n' "$env_dir"
     fi
     if [ -n "$python" ]; then
         report versions "$python" -c "$versions_py" "$repo_dir"

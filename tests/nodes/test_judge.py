@@ -170,6 +170,8 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(hosts, offset_s, e
         ("nic", {"routes": ()}, Status.CRITICAL, "no route to any"),
         ("nic", {"own_addresses": ("127.0.1.1",)}, Status.OK, "its own name is 127.0.1.1 there"),
         ("env", {"environment": ""}, Status.CRITICAL, "no environment at /e"),
+        ("env", {"environment": "", "python_home": "/opt/bin"}, Status.CRITICAL,
+         "needs the Python in /opt/bin"),
         ("env", {"mpi": ""}, Status.CRITICAL, "lacks mpirun"),
         ("env", {"mpi": "Open MPI 5.0.3"}, Status.CRITICAL, "MPI Open MPI 5.0.3, while 2 of 3"),
         ("env", {"python": None, "python_error": "Killed"}, Status.CRITICAL,

@@ -51,6 +51,14 @@ def test_this_environments_packages_are_read_without_importing_them(tmp_path):
     assert "torch" in python.packages
 
 
+def test_an_environment_whose_python_is_elsewhere_says_where(tmp_path):
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to("/opt/none/bin/python3.11")
+    (tmp_path / "env" / "pyvenv.cfg").write_text("home = /opt/none/bin\nversion = 3.11.7\n")
+    facts = parse_facts(run_probe(script(order(tmp_path)), ["sh"]))
+    assert (facts.environment, facts.python_home) == ("", "/opt/none/bin")
+
+
 def test_hostile_values_stay_values(tmp_path):
     evil = f"'; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned`"
     run_probe(script(order(tmp_path, env_dir=evil, repo_dir=evil)), ["sh"])

@@ -17,6 +17,13 @@ def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
     remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
     if facts.python is None and facts.python_error:
         return critical(f"its Python fails: {facts.python_error}", remedy)
+    if facts.python_home:
+        return critical(
+            f"the environment at {path} needs the Python in {facts.python_home}, which this account "
+            "cannot run there",
+            "install that Python there for every account, or make the environment from one that "
+            "all hosts have: bash setup/install.sh --python PYTHON",
+        )
     if not facts.environment:
         if not any(other.facts.environment for other in survey.answered):
             remedy = f"bash setup/install.sh, then {remedy}"
