@@ -28,8 +28,8 @@ def test_consequences_are_not_findings(hosts):
     findings = text.split("\n\n")[2].splitlines()
     assert findings == [
         "CRITICAL  n1: login: asks for more than a key: Permission denied",
-        "          remedy: ssh-copy-id n1 (first ssh-keygen -t ed25519 if you have no key); if your key "
-        "has a passphrase: ssh-add",
+        "          remedy: ssh-copy-id n1 (first ssh-keygen -t ed25519 if you have no key); "
+        "if your key has a passphrase: ssh-add",
     ]
     assert text.endswith("CRITICAL: 2 of 3 hosts are ready.\n")
 

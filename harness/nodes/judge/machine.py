@@ -19,8 +19,8 @@ def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
         return critical(f"its Python fails: {facts.python_error}", remedy)
     if facts.python_home:
         return critical(
-            f"the environment at {path} needs the Python in {facts.python_home}, which this account "
-            "cannot run there",
+            f"the environment at {path} needs the Python in {facts.python_home}, which this "
+            "account cannot run there",
             "install that Python there for every account, or make the environment from one that "
             "all hosts have: bash setup/install.sh --python PYTHON",
         )
