@@ -58,6 +58,8 @@ class Hosts:
                 if i != index
             ),
             own_addresses=(own,),
+            run_interface="eth0",
+            run_address=own,
             environment="/e",
             python=PythonFacts(version="3.11.7", packages=PACKAGES, harness_hash="aaa"),
             mpi="Open MPI 4.1.8",

@@ -32,6 +32,9 @@ def test_settings_of_runs_choose_the_interface(tmp_path):
     (tmp_path / "hosts" / "n1.env").write_text("NCCL_DEBUG=INFO\nGLOO_SOCKET_IFNAME=eth0\n")
     settled = choose_run_interfaces({"a": _host(1), "b": _host(2)}, str(tmp_path))
     assert [facts.run_interface for facts in settled.values()] == ["eth0", "ib0"]
+    (tmp_path / "hosts" / "n2.env").write_text("GLOO_SOCKET_IFNAME=none0\n")
+    settled = choose_run_interfaces({"a": _host(1), "b": _host(2)}, str(tmp_path))
+    assert [facts.run_interface for facts in settled.values()] == ["eth0", ""]
 
 
 def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts):

@@ -168,6 +168,8 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(hosts, offset_s, e
         ("memory", {"memory_limit_bytes": 2**28}, Status.CRITICAL, "256 MiB free of 256 MiB"),
         ("disk", {"disks": ()}, Status.UNKNOWN, "df does not answer"),
         ("nic", {"routes": ()}, Status.CRITICAL, "no route to any"),
+        ("nic", {"run_interface": "", "run_address": ""}, Status.CRITICAL,
+         "no interface by which a run, over IPv4,"),
         ("nic", {"own_addresses": ("127.0.1.1",)}, Status.OK, "its own name is 127.0.1.1 there"),
         ("env", {"environment": ""}, Status.CRITICAL, "no environment at /e"),
         ("env", {"environment": "", "python_home": "/opt/bin"}, Status.CRITICAL,
@@ -217,6 +219,12 @@ def test_a_slow_or_odd_interface_is_a_warning(hosts, changes, words):
     assert finding.status is Status.WARN
     assert words in finding.detail
     assert cluster.judge("nic", 0)[0].status is Status.OK
+
+
+def test_one_machine_under_two_names_has_no_other_to_reach(hosts):
+    cluster = hosts(2).facts(0, routes=()).facts(1, routes=(), hostname="n0")
+    assert {cluster.judge("nic", index)[0].status for index in (0, 1)} == {Status.OK}
+    assert {cluster.judge("os", index)[0].status for index in (0, 1)} == {Status.WARN}
 
 
 def test_docker0_is_named_as_not_used(hosts):

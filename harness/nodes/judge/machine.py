@@ -187,14 +187,20 @@ def judge_disk(report: HostReport, survey: Survey) -> list[Judgement]:
 def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
     """All other hosts are reached through one interface, as fast as theirs."""
     facts = report.facts
-    if len(survey.reports) == 1:
-        return ok("no other host to reach")
+    if len({(one.facts.hostname, one.facts.boot_id) for one in survey.reports}) == 1:
+        return ok("no other machine to reach")
     interface = facts.cluster_interface
     if interface is None:
         others = " ".join(one.probe.hostname for one in survey.reports if one.name != report.name)
         return critical(
             "no route to any of the other hosts by their names",
             f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",
+        )
+    if not facts.run_interface and len(survey.answered) > 1:
+        return critical(
+            "no interface by which a run, over IPv4, would reach the other hosts",
+            f"give {interface.name} an IPv4 address on the other hosts' network; or correct "
+            f"GLOO_SOCKET_IFNAME in hosts/{facts.hostname}.env or hosts/cluster.env here",
         )
     return _judge_interface(report, interface, survey) or ok(_describe(interface, facts))
 

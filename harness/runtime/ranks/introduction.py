@@ -136,7 +136,7 @@ def find_interface(
         names = ", ".join(f"{i.name} {i.address}" for i in interfaces[rank]) or "none"
         raise LaunchError(
             f"{hostnames[rank]} has no interface {requested and requested + ' '}that reaches the "
-            f"other hosts (it has {names}): {remedy} to the right one"
+            f"other hosts (IPv4: {names}): {remedy} to the right one"
         )
     return found
 
