@@ -77,6 +77,11 @@ if [[ -x $environment/bin/python ]]; then
             "run it again" >&2
         exit 2
     fi
+elif [[ -L $environment/bin/python ]]; then
+    echo "error: $(uname -n): the environment at $environment needs the Python in" \
+        "$(sed -n 's/^home *= *//p' "$environment/pyvenv.cfg"), which $(id -un) cannot run there: install it for" \
+        "every account, or make the environment from one that all hosts have (setup/install.sh --python)" >&2
+    exit 2
 elif ! python3 -c 'import harness, torch' 2>/dev/null; then
     echo "error: $(uname -n) has no environment at $environment: run bash setup/install.sh there," \
         "or set HARNESS_VENV" >&2
@@ -95,6 +100,12 @@ for name in OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS LOCAL_WORLD_SIZE; do
     local_size=${!name}
     break
 done
+# Open MPI's library says only that a file is missing.
+if [[ -v MPI_LOCALNRANKS && -x $environment/bin/ompi_info ]]; then
+    echo "error: $(uname -n): the mpirun of another MPI started this rank, but the environment has Open MPI:" \
+        "start with $environment/bin/mpirun" >&2
+    exit 2
+fi
 threads=$(($(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) / local_size))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 for name in OMP_NUM_THREADS MKL_NUM_THREADS; do

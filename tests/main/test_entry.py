@@ -85,6 +85,24 @@ def test_an_environment_that_is_being_installed_is_refused(tmp_path):
     assert f"the environment at {tmp_path} is not complete: wait for" in done.stderr
 
 
+def test_an_environment_whose_python_is_missing_is_not_to_be_installed_again(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to("/opt/none/bin/python3.11")
+    (tmp_path / "pyvenv.cfg").write_text("home = /opt/none/bin\n")
+    done = entry("--help", HARNESS_VENV=str(tmp_path))
+    assert done.returncode == 2
+    assert f"the environment at {tmp_path} needs the Python in /opt/none/bin, which" in done.stderr
+
+
+def test_a_launch_by_another_mpi_is_refused_before_it_fails(tmp_path):
+    write_program(tmp_path / "bin" / "python", "#!/bin/sh\necho started\n")
+    assert "started" in entry("matmul", HARNESS_VENV=str(tmp_path), MPI_LOCALNRANKS="2").stdout
+    write_program(tmp_path / "bin" / "ompi_info", "#!/bin/sh\n")
+    done = entry("matmul", HARNESS_VENV=str(tmp_path), MPI_LOCALNRANKS="2")
+    assert done.returncode == 2
+    assert f"start with {tmp_path}/bin/mpirun" in done.stderr
+
+
 def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
     write_program(tmp_path / "bin" / "python", "#!/bin/sh\nenv\n")
     done = entry(

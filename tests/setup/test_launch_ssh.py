@@ -60,6 +60,9 @@ def test_a_timeout_of_the_users_own_stays(start):
          "ssh failed: ssh: connect to host h port 22: Connection refused"),
         ("255", "@@@@\\nHost key verification failed.\\r\\n@@@@\\n\\n",
          "ssh failed: Host key verification failed."),
+        ("255", "ada@jump: Permission denied (publickey).\\nkex_exchange_identification: "
+         "Connection closed by remote host\\nConnection closed by UNKNOWN port 65535\\n",
+         "ssh failed: ada@jump: Permission denied (publickey)."),
         ("255", "", "ssh failed: it gave no reason, as where a host stops answering"),
         ("127", "sh: orted: not found",
          "the MPI daemon ended with exit code 127: sh: orted: not found"),
