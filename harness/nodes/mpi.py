@@ -138,7 +138,9 @@ async def _run(command: Sequence[str], hosts: tuple[str, ...], timeout_s: float)
     names = parse_hello(done.stdout)
     if done.returncode == 0 and names:
         return Hello(hosts=hosts, names=names, duration_s=duration_s)
-    error = explain_mpirun(done.stderr) or f"mpirun ended with status {done.returncode}"
+    error = (
+        explain_mpirun(done.stderr, done.stdout) or f"mpirun ended with status {done.returncode}"
+    )
     if _TIME_OVER in error:
         error = f"no end within {timeout_s:.0f} s"
     return Hello(hosts=hosts, error=error, duration_s=duration_s)
@@ -179,12 +181,12 @@ _NOISE = re.compile(
 )
 
 
-def explain_mpirun(stderr: str) -> str:
-    """The most informative line of mpirun's message."""
+def explain_mpirun(stderr: str, stdout: str = "") -> str:
+    """The most informative line of mpirun's message; remote daemons write theirs to stdout."""
     lines = [line.strip() for line in stderr.splitlines() if not _NOISE.search(line)]
     informative = [
-        line
-        for line in lines
+        line.removesuffix("; run: bash setup/check_nodes.sh HOSTFILE")
+        for line in [*map(str.strip, stdout.splitlines()), *lines]
         if re.search(r"^ssh: |denied|verification|rror:|not found|unable|timed out|refused", line)
     ]
     return (informative or lines or [""])[0]

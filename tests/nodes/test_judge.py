@@ -282,6 +282,11 @@ def test_a_blocked_pair_names_the_host_whose_firewall_shuts_all_out(hosts, full_
     assert hosts(3).judge("tcp", 2, pairs=pairs)[0].status is Status.OK
 
 
+def test_of_two_hosts_the_one_that_does_not_answer_is_blamed(hosts, full_mesh):
+    pairs = full_mesh(2, n0_n1=Connection(error="timeout", detail="10.0.0.2"))
+    assert "in the firewall of n1" in hosts(2).judge("tcp", 0, pairs=pairs)[0].remedy
+
+
 def test_one_way_that_fails_blames_the_source(hosts, full_mesh):
     pairs = full_mesh(3, n0_n2=Connection(error="timeout", detail="10.0.0.3"))
     assert "in the firewall of n0" in hosts(3).judge("tcp", 0, pairs=pairs)[0].remedy

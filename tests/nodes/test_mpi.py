@@ -95,6 +95,11 @@ ORTE was unable to reliably start one or more daemons.
     assert explain_mpirun(text) == "ssh: connect to host n1 port 22: No route to host"
     assert explain_mpirun("Sorry!  You were supposed to get help about:\nno slots\n") == "no slots"
     assert explain_mpirun("") == ""
+    ended = "error: n1: the MPI daemon ended with exit code 1"
+    stderr = f"{ended}; run: bash setup/check_nodes.sh HOSTFILE\n"
+    assert explain_mpirun(stderr, "Welcome\n") == ended
+    cut = "A process or daemon was unable to complete a TCP connection"
+    assert explain_mpirun(stderr, f"Welcome\n{cut}\nto another process:\n") == cut
     raced = "[a:1] plm:rsh: Warning: setpgid(2,2) failed in parent with errno=Permission denied(13)"
     assert explain_mpirun(f"{raced}\nno slots\n") == "no slots"
 

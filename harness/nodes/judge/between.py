@@ -96,7 +96,7 @@ def _other_interface(report: HostReport) -> str:
 def _is_shut(target: str, pairs: Pairs) -> bool:
     """Whether all connections to the target fail, so that its firewall is the likely cause."""
     into = [c for (_, end), c in pairs.connections.items() if end == target]
-    return len(into) > 1 and all(connection.error for connection in into)
+    return all(connection.error for connection in into)
 
 
 def _without(survey: Survey, hosts: tuple[str, ...]) -> str:
