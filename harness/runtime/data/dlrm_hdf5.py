@@ -105,9 +105,8 @@ class DlrmHdf5(BatchedData):
         return self._n_samples
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        order = np.argsort(indices)  # HDF5 selects in increasing order only
-        rows = np.asarray(indices)[order]
-        inverse = np.argsort(order)
+        # HDF5 selects in increasing order only, each once.
+        rows, inverse = np.unique(indices, return_inverse=True)
         with _reading(self._path):
             if self._file is None:
                 import h5py

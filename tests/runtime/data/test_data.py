@@ -248,10 +248,10 @@ def test_hdf5_rows_come_in_the_order_asked_for(tmp_path):
     data = open_data(
         "dlrm_hdf5", options(write_hdf5(tmp_path / "a.h5"), dlrm=SMALL_DLRM), IMAGES, 4
     )
-    batch = data.__getitems__([5, 0, 3])
-    assert batch.inputs[0].tolist() == [[15, 16, 17], [0, 1, 2], [9, 10, 11]]
-    assert batch.inputs[1].tolist() == [[1, 4], [0, 4], [3, 1]]
-    assert batch.targets.tolist() == [0, 0, 1]
+    batch = data.__getitems__([5, 0, 3, 0])  # a sample that fills a batch comes twice
+    assert batch.inputs[0].tolist() == [[15, 16, 17], [0, 1, 2], [9, 10, 11], [0, 1, 2]]
+    assert batch.inputs[1].tolist() == [[1, 4], [0, 4], [3, 1], [0, 4]]
+    assert batch.targets.tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
