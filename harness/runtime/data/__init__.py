@@ -252,6 +252,8 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
             targets of the task.
     """
     entry = entry_of(name)
+    if entry.feeds == "images":
+        _check_images(name, entry, task)
     data: Any = entry.open(options, task, global_batch)
     if entry.feeds == "images":
         _check_classes(name, len(entry.classes(options.data_dir)), task)
@@ -290,6 +292,18 @@ def held_out_options(name: str, options: DataOptions) -> DataOptions:
             "give both the same, because they are numbered in order"
         )
     return replace(options, data_dir=held_out_dir, held_out_dir=None)
+
+
+def _check_images(name: str, entry: DataEntry, task: Task) -> None:
+    """Refuse a task whose inputs are not the images: those of one channel are made to fit."""
+    shapes = [spec.shape for spec in task.inputs]
+    is_fitting = entry.n_channels == 1 or shapes == [(3, *shapes[0][-1:] * 2)]
+    if len(shapes) != 1 or len(shapes[0]) != 3 or not is_fitting:
+        raise DataError(
+            f"--data {name} gives square images of {entry.n_channels} channels, and the model "
+            f"takes {', '.join(map(str, shapes))}: change the model's example, or give your own "
+            "data as package.module:factory"
+        )
 
 
 def _check_classes(name: str, n_classes: int, task: Task) -> None:

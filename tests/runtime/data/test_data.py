@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -287,3 +288,19 @@ def test_an_hdf5_file_that_does_not_fit_is_refused(tmp_path, changes, message):
 def test_classes_that_are_no_targets_of_the_model_are_refused(tmp_path, changes, message):
     with pytest.raises(DataError, match=message):
         open_data("digits", options(tmp_path), replace(IMAGES, **changes), 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "shapes"),
+    [
+        ("imagefolder", [(3, 24, 16)]),
+        ("imagefolder", [(1, 16, 16)]),
+        ("cifar10", [(3, 8, 8), ()]),
+        ("digits", [(64,)]),
+    ],
+)
+def test_a_model_that_takes_no_images_of_the_data_is_refused(tmp_path, data, shapes):
+    inputs = tuple(replace(IMAGES.inputs[0], shape=shape) for shape in shapes)
+    taken = re.escape(", ".join(map(str, shapes)))
+    with pytest.raises(DataError, match=f"{data} gives square images .* the model takes {taken}:"):
+        open_data(data, options(tmp_path), replace(IMAGES, inputs=inputs), 4)
