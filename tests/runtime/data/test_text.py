@@ -94,6 +94,13 @@ def test_plain_text_predicts_the_next_token(tmp_path):
     assert count_targets(data, task, [1, 0]) == (1, 6)
 
 
+def test_capitals_of_special_tokens_do_not_tell_that_text_keeps_its_own(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*WORDS, "[EOS]"]))
+    (tmp_path / "a.txt").write_text("The Cat")
+    data, _ = opened("gpt2", "text", tmp_path)
+    assert data[0].inputs[0][0, :2].tolist() == numbers("the cat")
+
+
 def test_pairs_shift_the_target(tmp_path):
     (tmp_path / "a.tsv").write_text("the cat\tmat sat .\n")
     data, _ = opened("nmt", "pairs", tmp_path)

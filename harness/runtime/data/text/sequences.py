@@ -23,7 +23,7 @@ PAD, UNKNOWN, BEGIN, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 class Vocabulary:
     """Tokens and their numbers.
 
-    Text is written in lower case first, unless a token has a capital letter.
+    Text is written in lower case first, unless a token but those like [MASK] has a capital letter.
 
     Raises:
         DataError: the file is missing or has another layout.
@@ -65,8 +65,7 @@ class Vocabulary:
             bert_wordpiece = import_module("tokenizers.implementations.bert_wordpiece")
         except ModuleNotFoundError as error:
             raise DataError(f"{error}: pip install tokenizers on every node") from error
-        marks = {PAD, UNKNOWN, BEGIN, END, "[MASK]"}
-        has_capitals = any(token != token.lower() for token in self._numbers.keys() - marks)
+        has_capitals = any(t != t.lower() for t in self._numbers if not t.startswith("["))
         kind = bert_wordpiece.BertWordPieceTokenizer
         return kind(vocab=self._numbers, lowercase=not has_capitals)
 
