@@ -133,9 +133,9 @@ class OwnData(BatchedData):
             self._refuse_numbers(indices, targets, wrong, "label ", problem)
         self._check_foreseen(indices, inputs, targets)
         if not self._is_masked:
-            n_counted = self._task.count_targets(targets)
-            if n_counted != len(indices) * self._task.n_targets:
-                raise self._error(indices[0], "or one near it has a label that no loss counts")
+            for index, target in zip(indices, targets.split(1), strict=True):
+                if self._task.count_targets(target) != self._task.n_targets:
+                    raise self._error(index, "has a label that does not count: drop the sample")
         return Batch(inputs, targets)
 
     def _refuse_numbers(
@@ -327,7 +327,16 @@ class OwnData(BatchedData):
                 f"has {name} of {tensor.dtype} ({shorten(value)}), and the model takes "
                 f"{spec.dtype}: convert it in the data set",
             )
-        return tensor.to(spec.dtype)
+        found = tensor.to(spec.dtype)
+        if not _is_real(spec.dtype):
+            given = tensor.long()
+            if (wrong := found.long() != given).any():
+                raise self._error(
+                    index,
+                    f"has {name} {given[wrong][0]}, which {spec.dtype} of the model's example "
+                    "cannot hold: give the example a wider dtype",
+                )
+        return found
 
 
 def _is_real(dtype: torch.dtype) -> bool:

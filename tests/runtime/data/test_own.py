@@ -186,6 +186,17 @@ def test_a_label_that_does_not_count_in_a_mean_over_samples_is_refused():
         data.__getitems__([0, 1])
 
 
+@pytest.mark.parametrize(("dtype", "number"), [(torch.uint8, -100), (torch.int16, 40_000)])
+def test_an_integer_that_the_examples_dtype_cannot_hold_is_refused(dtype, number):
+    class Real(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    task = users_task(Real(2, 2), {"x": torch.zeros(2, 2, dtype=dtype)})
+    with pytest.raises(DataError, match=f"sample 0 of own has x {number}, which {dtype} of"):
+        OwnData("own", [([1, number], 0)], task)
+
+
 def test_what_the_model_does_not_read_is_told(caplog):
     sample = {"words": WORDS[0], "labels": WORDS[1], "mask": WORDS[0], "text": "a b"}
     OwnData("own", [sample], tagger(has_loss=False))
@@ -200,7 +211,7 @@ def test_what_the_model_does_not_read_is_told(caplog):
         ((torch.rand(4), 1), "has input_0 of shape \\(4,\\), and the model takes \\(3,\\)"),
         ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and the model takes"),
         ((torch.rand(3), "cat"), "has label of type str, which makes no tensor"),
-        ((torch.rand(3), -100), "has a label that no loss counts"),
+        ((torch.rand(3), -100), "has a label that does not count: drop the sample"),
         ((torch.rand(3), 2), "has label 2, and the model has 2 classes: give labels from 0 to 1"),
         ((torch.rand(3), -1), "has label -1, and the model has 2 classes"),
         (None, "is a NoneType, and the model takes 2"),
