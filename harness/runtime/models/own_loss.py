@@ -13,6 +13,10 @@ from torch import Tensor
 
 from harness.runtime.models.task import IGNORED, InputSpec, Task, Wrapper, logits_of, wide
 
+# Functions of the numbers of classes, and those that change a label's shape or dtype alone.
+_OF_CLASSES = {"cross_entropy", "nll_loss", "multi_margin_loss", "one_hot", "gather", "scatter_"}
+_SAME = {"long", "to", "view", "reshape", "squeeze", "unsqueeze", "flatten", "__getitem__"}
+
 
 class Call(NamedTuple):
     """A call of one of torch's functions."""
@@ -91,6 +95,18 @@ class OwnLoss:
         dtypes = {spec.dtype for spec in self.labels}
         return torch.float64 if len(dtypes) > 1 else next(iter(dtypes), torch.int64)
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether it takes the label as the number of a class."""
+        alike = {Slot(len(self.outputs))}
+        for call in self.calls:
+            read = slots_in((call.args, call.kwargs)) & alike
+            if read and call.name in _OF_CLASSES:
+                return True
+            if read and call.name in _SAME:
+                alike |= slots_in(call.result)
+        return False
+
     def join_labels(self, labels: Sequence[Tensor]) -> Tensor:
         """Labels as targets."""
         is_mixed = len({spec.dtype for spec in self.labels}) > 1
@@ -160,7 +176,7 @@ class LabelledTask(Task):
     def has_classes(self) -> bool:
         shapes = [*self.own_loss.outputs.values()]
         is_row = len(shapes) == 1 and len(shapes[0]) == 1 and shapes[0][0] > 1
-        return super().has_classes and is_row
+        return super().has_classes and is_row and self.own_loss.has_classes
 
     @property
     def target_dtype(self) -> torch.dtype:

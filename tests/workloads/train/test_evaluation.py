@@ -149,6 +149,16 @@ def one_logit(logits, _, labels):
     [
         (lambda logits, _, labels: F.cross_entropy(logits, labels), 3, True),
         (one_logit, 1, False),
+        (lambda logits, _, labels: F.nll_loss(logits.log_softmax(1), labels.view(-1)), 3, True),
+        # A class that is numbered from another number, and levels.
+        (lambda logits, _, labels: F.cross_entropy(logits, labels + 1), 3, False),
+        (
+            lambda a, _, y: F.binary_cross_entropy_with_logits(
+                a, (y[:, None] > torch.arange(3)).float()
+            ),
+            3,
+            False,
+        ),
         # The largest of six joined logits is no class.
         (lambda a, b, labels: F.cross_entropy(a, labels) + F.cross_entropy(b, labels), 3, False),
     ],
