@@ -66,8 +66,8 @@ class BoundInputs(Wrapper):
     """Calls a model with tensors, in the order of an example's `specs`, among its arguments.
 
     Args:
-        kept: numbers of the tensors that are given, None for all; the others are None, or zeros
-            with `has_blanks`.
+        kept: numbers of the tensors that are given, None for all; the others are None, or with
+            `has_blanks` the largest integer of the example, and zeros.
         outputs: names of the outputs to return as one tensor; empty: all that the model returns.
     """
 
@@ -99,7 +99,7 @@ class BoundInputs(Wrapper):
             leaves[position] = tensor
         for position, spec in self._blanks.items():
             size = (tensors[0].shape[0], *spec.shape)
-            leaves[position] = tensors[0].new_zeros(size, dtype=spec.dtype)
+            leaves[position] = tensors[0].new_full(size, (spec.n_values or 1) - 1, dtype=spec.dtype)
         args, kwargs = self._arguments(leaves)
         output = self.model(*args, **kwargs)
         if not self._outputs:

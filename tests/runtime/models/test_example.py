@@ -226,6 +226,21 @@ class Heads(nn.Module):
         return {"loss": loss, "logits": logits, "level": level}
 
 
+class Shifted(nn.Linear):
+    """Its classes are numbered from 1."""
+
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, labels - 1), "logits": logits}
+
+
+def test_a_loss_that_is_always_computed_gets_a_label_of_the_example():
+    example = {"x": torch.rand(2, 4), "labels": torch.tensor([1, 6])}
+    task = task_of("m:f", (Shifted(4, 6), example), OPTIONS)
+    assert task.model(example["x"])["logits"].shape == (2, 6)  # a label of 0 would be no class
+    held(task)
+
+
 def test_a_cross_entropy_beside_another_loss_is_a_mean_over_samples():
     x, labels, levels = torch.rand(2, 4), torch.tensor([2, 5]), torch.tensor([0.5, -1.0])
     task = task_of("m:f", (Heads(), {"x": x, "labels": labels, "levels": levels}), OPTIONS)
