@@ -139,7 +139,8 @@ class _Rewriting:
             if self._counts_all(counted, elements):
                 return cast("fx.Node", elements)
         self._check_even(node.all_input_nodes[0], name)
-        if name == "mean" and len(args) == 1 and not node.kwargs:
+        is_plain = len(args) in (1, 2) and node.kwargs.keys() <= {"dim"}
+        if name == "mean" and is_plain and not self._values[0][node].dim():
             return cast("fx.Node", args[0])
         return self._unreduced(node, name)
 
