@@ -210,7 +210,7 @@ def strategy_finding(rows: Sequence[StrategyRow]) -> str:
     failures = _limited(finding.failures(), "failed")
     if not any(row.step_s for row in rows):
         return f"No strategy has a result: {'; '.join(failures)}."
-    losses = _limited(finding.losses(), "no faster")
+    losses = _limited(finding.losses(), "no faster or undecided")
     return "; ".join([finding.lead(), *losses, *finding.equals(), *failures]) + "."
 
 

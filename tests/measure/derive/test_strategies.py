@@ -248,7 +248,7 @@ def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted():
     slow = [row("ddp", n, 2.0 + n) for n in (2, 3, 4, 5)]
     assert finding(row("ddp", 1, 1.0), *slow) == (
         "No strategy is faster than ddp on 1; ddp on 5 is no gain (0.14 times); "
-        "ddp on 4 is no gain (0.17 times); 2 more no faster."
+        "ddp on 4 is no gain (0.17 times); 2 more no faster or undecided."
     )
 
 
