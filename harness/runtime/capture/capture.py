@@ -297,7 +297,7 @@ class _Builder:
             name=name, kind=kind, inputs=[self._name_of[n] for n in sources],
             shape=named_shape(*made), dtype=str(value.dtype).removeprefix("torch."),
             forward_flops=found.forward.total, backward_flops=found.backward.total,
-            parameter_bytes=_n_bytes(new), activation_bytes=value.numel() * value.element_size(),
+            parameter_bytes=_n_bytes(new), activation_bytes=_n_bytes(found.received),
             signature=signature, attrs=attrs,
         )  # fmt: skip
         self.operators.append(operator)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class MetaResult:
 
     Attributes:
         has_gradient: the loss has a gradient with respect to the value.
+        received: the tensors that its readers take: of a tuple, some of the elements.
     """
 
     value: Any = None
@@ -83,6 +84,7 @@ class MetaResult:
     backward: StepFlops = _NO_FLOPS
     saved: SavedTensors | None = None
     has_gradient: bool = False
+    received: Sequence[Tensor] = ()
 
 
 def _detached(value: Any) -> Any:
@@ -168,13 +170,14 @@ def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx
         part._backward_pre_hooks.clear()
     run = _MetaRun(meta, module.graph)
     run.run(*(example.to("meta") for example in examples))
-    return _with_gradients(module.graph, run.measured)
+    return _with_readers(module.graph, run.measured)
 
 
-def _with_gradients(
+def _with_readers(
     graph: fx.Graph, measured: dict[fx.Node, MetaResult]
 ) -> dict[fx.Node, MetaResult]:
-    """Tell which values the loss reads differentiably; backward does not run for others."""
+    """Tell what readers take of each value, and which values the loss reads differentiably;
+    backward does not run for others."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or (
@@ -182,12 +185,18 @@ def _with_gradients(
             and any(x.requires_grad for x in tensors_within(measured[node].value))
         ):
             live.add(node)
-    return {
-        node: replace(found, has_gradient=True)
-        if node in live
-        else replace(found, backward=_NO_FLOPS)
-        for node, found in measured.items()
-    }
+    for node in reversed(measured):
+        found = measured[node]
+        users = [] if isinstance(found.value, Tensor) else list(node.users)
+        is_taken_apart = users and all(user.target is getitem for user in users)
+        received = [x for user in users for x in measured[user].received]
+        measured[node] = replace(
+            found,
+            has_gradient=node in live,
+            backward=found.backward if node in live else _NO_FLOPS,
+            received=received if is_taken_apart else tensors_within(found.value),
+        )
+    return measured
 
 
 def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:

@@ -10,6 +10,7 @@ import torch
 from equivalence_cases import copied_case, random_case
 from equivalence_models import described, small_task
 from made_graphs import profile_by_keys, small_cluster
+from torch import nn
 
 from harness.domain.strategy import OperatorPlan
 from harness.plan import builders
@@ -17,6 +18,7 @@ from harness.plan.simulate.simulator import Simulator, Trial
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.geometry.layout import Layout
 from harness.runtime.executor.transport.messages import shared_sums
+from harness.runtime.models.task import InputSpec, Task
 from harness.workloads.planning.config import SearchConfig
 
 MODELS = ("mlp", "lenet", "alexnet", "vgg16", "resnet18", "vit")
@@ -117,3 +119,25 @@ def test_what_no_sample_affects_travels_to_the_readers_of_the_samples_that_it_se
     found = executed(Layout(captured, meta, strategy, 6), Precision("fp32", torch.device("cpu")))
     assert found == simulated(captured.graph, strategy, n_ranks, "fp32")
     assert found[1] == sums
+
+
+class Thirds(nn.Module):
+    """Multiplies and adds three parts of a layer's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        a, b, c = self.layer(x).chunk(3, -1)
+        return self.head(a * b + c)
+
+
+def test_all_elements_of_a_tuple_travel():
+    task = Task(model=Thirds(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
+    captured, meta = described(task, 6)
+    names = ("layer", "chunk"), ("mul", "add", "head", "loss")
+    strategy = builders.pipeline(captured.graph, 6, names, [[0], [1]], n_microbatches=1)
+    found = executed(Layout(captured, meta, strategy, 6), Precision("fp32", torch.device("cpu")))
+    assert found == simulated(captured.graph, strategy, 2, "fp32")
+    assert found[0] == dict.fromkeys([(0, 1, False), (1, 0, True)], 3 * 8 * 6 * 4)
