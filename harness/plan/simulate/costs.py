@@ -350,9 +350,9 @@ class Costs:
         if operator.kind == "loss" and CONTRACTION in plan.partition:
             return self._loss_sums(op, plan)
         if syncs_norms and operator.kind == "batch_norm" and operator.name not in self._frozen:
-            # Forward, sums and then squares in FP32; backward, the gradients of both in double.
+            # In double: forward, sums and then squares; backward, the gradients of both.
             return tuple(
-                collective(op, self.n_devices, group, (4 * (b - a), 16 * (b - a)), (2, 1))
+                collective(op, self.n_devices, group, (8 * (b - a), 16 * (b - a)), (2, 1))
                 for (a, b), group in self._sharing(op, plan, "feature")
             )
         summed = shared_sums(op, self.n_devices, readers)

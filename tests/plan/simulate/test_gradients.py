@@ -255,9 +255,9 @@ def test_global_batch_norm_sums_its_statistics():
     local = simulate(graph, profile, cluster_of(), plans)
     options = SimulatorOptions(batch_norm="global")
     found = simulate(graph, profile, cluster_of(), plans, options=options)
-    # Forward two all-reduces of 4 features in 4 B, 1 s each; backward one of twice as many in 8 B.
+    # Forward two all-reduces of 4 features in 8 B, 2 s each; backward one of twice as many.
     assert [e for e in timeline(found) if "statistics" in e[0]] == [
-        ("statistics of n", 2.0, 4.0),
-        ("gradient of statistics of n", 9.0, 13.0),
+        ("statistics of n", 2.0, 6.0),
+        ("gradient of statistics of n", 11.0, 15.0),
     ]
-    assert found.step_s == local.step_s + 2 + 4
+    assert found.step_s == local.step_s + 4 + 4
