@@ -123,12 +123,14 @@ def is_product(operator: Operator) -> bool:
 
 
 def needs_gradient(graph: Graph, frozen: frozenset[str] = frozenset()) -> npt.NDArray[np.bool_]:
-    """Whether each operator, or any operator before it, has weights to train."""
+    """Whether each operator, or any operator before it, has weights to train, unless its output is
+    of integers or truths, such as the indices of experts, which have no gradient."""
     needs = np.zeros(len(graph.operators), dtype=np.bool_)
     for i, producers in enumerate(graph.producers()):
         operator = graph.operators[i]
         is_trained = operator.trained_share > 0 and operator.name not in frozen
-        needs[i] = is_trained or any(needs[p] for p in producers)
+        is_whole = operator.dtype.startswith(("int", "uint", "bool"))
+        needs[i] = not is_whole and (is_trained or any(needs[p] for p in producers))
     return needs
 
 

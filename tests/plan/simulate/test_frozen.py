@@ -1,6 +1,7 @@
 """Frozen operators run forward alone: their price in seconds, transfers and bytes."""
 
 import pytest
+from made_graphs import changed
 from simulated import ZERO, cluster_of, model, op, simulate
 
 from harness.domain.strategy import OperatorPlan, Stage
@@ -60,6 +61,17 @@ def test_cached_operators_take_no_time_and_send_nothing():
         graph, profile, cluster_of(2), plans, options=options, stages=[Stage(), Stage()]
     )
     assert found.step_s == 1 + 2  # of c
+
+
+def test_no_gradient_returns_through_integers():
+    """As the indices of experts, which b chooses by a's output."""
+    graph, profile = three()
+    plans = {name: OperatorPlan({}, [at]) for at, name in enumerate("abc")}
+    for dtype, n_back in (("float32", 2), ("int64", 1)):  # a has one from any reader
+        graph = changed(graph, "b", dtype=dtype, parameter_bytes=0)
+        found = simulate(graph, profile, cluster_of(3), plans)
+        back = [one for one in events(found) if one.span.kind == "communication"]
+        assert sum(one.span.pass_ == "backward" for one in back) == n_back
 
 
 def test_frozen_dropout_is_off():
