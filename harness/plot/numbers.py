@@ -33,6 +33,7 @@ from harness.measure.derive.links import (
     link_matrices,
     nic_limit_bytes_per_s,
 )
+from harness.measure.derive.noise import NoiseScale, noise_scale
 from harness.measure.derive.pipeline import PipelineSummary, pass_of, pipeline_summary
 from harness.measure.derive.prediction import (
     PredictedRun,
@@ -172,6 +173,7 @@ class RunNumbers:
     held_out: dict[str, dict[int, float]] = field(default_factory=dict)
     changes: tuple[ChangeRow, ...] = ()
     clock: StepClock | None = None
+    noise: NoiseScale | None = None
     pipeline: PipelineSummary | None = None
     is_planned_pipeline: bool = False
     predicted: PredictedRun | None = None
@@ -210,6 +212,7 @@ def _training(run: Run, plan: Plan) -> dict[str, Any]:
         "held_out": {metric: by_first_rank(run, metric) for metric in HELD_OUT},
         "changes": change_rows(run),
         "clock": step_clock(run),
+        "noise": noise_scale(run.ranks.get(0, ())),
     }
 
 

@@ -31,12 +31,16 @@ class NoiseScale:
     low: float
     high: float
 
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.high)
+
     def __str__(self) -> str:
         if math.isinf(self.n_samples):
             return f"above {format_number(self.low, 2)}"
         if self.low == self.high:
             return format_number(self.n_samples, 3)
-        high = "more" if math.isinf(self.high) else format_number(self.high, 2)
+        high = format_number(self.high, 2) if self.is_bounded else "more"
         return f"{format_number(self.n_samples, 2)} ({format_number(self.low, 2)} to {high})"
 
 

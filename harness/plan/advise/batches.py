@@ -37,15 +37,16 @@ class Batches:
 
 
 def measured_noise(results: Path | None, model: str) -> NoiseScale | None:
-    """The noise scale of the newest training of a model with --noise-steps."""
+    """The noise scale of the newest training of a model with --noise-steps, if one has bounds the
+    newest of those."""
+    scales = []
     for path, header in reversed(find_runs(results)[0] if results is not None else []):
         config = header.config
         is_measured = header.workload == "train" and bool(config.get("noise_steps"))
         if is_measured and header.status == "ok" and config.get("model") == model:
-            found = noise_scale(read_run(path, header)[0].ranks.get(0, ()))
-            if found is not None:
-                return found
-    return None
+            scales.append(noise_scale(read_run(path, header)[0].ranks.get(0, ())))
+    found = [one for one in scales if one is not None]
+    return next((one for one in found if one.is_bounded), found[0] if found else None)
 
 
 def compare_batches(advice: Advice, noise: NoiseScale) -> Batches:

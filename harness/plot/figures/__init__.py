@@ -24,6 +24,7 @@ FIGURES = {
     "throughput": "Training throughput by strategy",
     "step_breakdown": "Where the time of a step goes",
     "scaling": "Strong and weak scaling efficiency",
+    "batches": "Time to the same loss by batch",
     "prediction": "Predicted against measured step time",
     "prediction_choice": "Regret of the predicted choice",
     "prediction_error": "Prediction error by part of the step",

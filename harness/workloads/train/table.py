@@ -2,6 +2,7 @@
 warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -150,8 +151,10 @@ def _noise(named: Iterable[tuple[str, Run]]) -> str:
     for name, run in named:
         found, batch = noise_scale(run.ranks.get(0, ())), configured_number(run, "batch")
         if found is not None and batch is not None:
-            times = samples_needed(batch, found.n_samples)
-            rows.append([name, str(found), f"{batch:g}", f"{times:.2f}"])
+            is_known = math.isfinite(found.n_samples)
+            least = found.n_samples if is_known else found.low
+            times = f"{'' if is_known else 'below '}{samples_needed(batch, least):.2f}"
+            rows.append([name, str(found), f"{batch:g}", times])
     heads = ["run", "gradient noise scale, samples", "batch", "samples needed"]
     return columns(heads, rows)
 
