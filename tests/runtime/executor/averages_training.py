@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 from equivalence_cases import Case, part_of, target_counts
 from equivalence_reference import clip, plain_optimizer
-from equivalence_training import options_of, plan_of
+from equivalence_training import give_other_weights, options_of, plan_of, task_of
 from torch import Tensor
 
 from harness.domain.strategy import samples_per_device
@@ -63,12 +62,13 @@ class Trained:
     warnings: Sequence[str] = ()
 
 
-def _engine(training: Averaged, world: World, *, seed: int = 0) -> ExecutorEngine:
+def _engine(training: Averaged, world: World) -> ExecutorEngine:
     hosts = list(training.hosts) or [world.hostname] * world.size
     placed = replace(world, hostnames=hosts, hostname=hosts[world.rank])
     options = replace(options_of(training.case), outer=training.outer)
-    task = msgspec.structs.replace(training.case, seed=training.case.seed + 6 * seed).make_task()
-    return ExecutorEngine(task, placed, Recorder(HostClock()), options, plan_of(training.case))
+    task, captured = task_of(training.case)
+    plan = plan_of(training.case)
+    return ExecutorEngine(task, placed, Recorder(HostClock()), options, plan, captured)
 
 
 def _steps(engine: ExecutorEngine, case: Case, steps: range) -> list[float]:
@@ -136,7 +136,8 @@ def read_and_train(training: Averaged, world: World) -> Trained:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("harness").addHandler(handler)
     logging.getLogger("harness").setLevel(logging.WARNING)
-    engine = _engine(training, world, seed=1)
+    give_other_weights(training.case)
+    engine = _engine(training, world)
     engine.load_full_state(lambda: open_sharded(Path(training.directory)))
     losses = _steps(engine, training.case, range(training.n_before, training.case.n_steps))
     return replace(_trained(engine, losses, world), warnings=messages)

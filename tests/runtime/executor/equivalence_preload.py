@@ -7,6 +7,7 @@ import tempfile
 from contextlib import suppress
 
 import torch.distributed as dist
+import torch.utils.serialization  # noqa: F401 - of each rank's result
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_ranks import local_world
@@ -33,6 +34,8 @@ def prepare(argument: object) -> None:
     case = getattr(argument, "case", argument)
     if not isinstance(case, ZooCase | Case):
         return
+    if getattr(case, "backend", ""):
+        import torch._inductor.pattern_matcher  # noqa: F401 - takes each rank a second
     key = case.key if isinstance(case, ZooCase) else key_of(case)
     with suppress(Exception):  # which each rank raises itself
         if key not in CAPTURED:
