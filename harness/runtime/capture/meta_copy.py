@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
 # It logs a traceback of fifty lines for an error that the caller reports in one, or handles.
@@ -78,14 +77,23 @@ def forgotten_stand_ins(model: nn.Module) -> Iterator[None]:
     finally:
         # A cache refers to its type, so these are found without a look at all objects.
         for each in gc.get_referrers(_Cached):
-            held = tree_leaves(gc.get_referents(each)) if type(each) is _Cached else ()
-            if any(isinstance(x, Tensor | fx.Proxy) for x in held):
+            if type(each) is _Cached and _holds_tensors(each):
                 each.cache_clear()
         for cached in _dicts_of_code(model):
             for key, value in list(cached.items()):
                 values = value if isinstance(value, tuple | list) else (value,)
                 if any(isinstance(x, FakeTensor | fx.Proxy) for x in values):
                     del cached[key]
+
+
+def _holds_tensors(cached: object) -> bool:
+    """Whether tensors or proxies are in a cache, or in the tuples, lists and dicts there."""
+    held = gc.get_referents(cached)
+    while held:
+        if any(issubclass(kind, Tensor | fx.Proxy) for kind in {*map(type, held)}):  # few kinds
+            return True
+        held = gc.get_referents(*(x for x in held if isinstance(x, tuple | list | dict)))
+    return False
 
 
 def _dicts_of_code(model: nn.Module) -> Iterator[dict[Any, Any]]:
