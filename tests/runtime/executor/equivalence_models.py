@@ -304,13 +304,18 @@ def has_dropout(name: str) -> bool:
     return is_dropping(name) if is_program(name) else _ALL[name].has_dropout
 
 
-@cache
-def small_graph(name: str) -> Graph:
-    """A model's graph, for GRAPH_BATCH samples."""
-    return capture(small_task(name), GRAPH_BATCH, name).graph
-
-
 def described(task: Task, batch: int) -> tuple[Captured, MetaModel]:
     """A task's captured model for a batch, and the shapes of its values."""
     captured = capture(task, batch, "model")
     return captured, MetaModel(captured, task.inputs, torch.device("cpu"))
+
+
+@cache
+def small_described(name: str) -> tuple[Captured, MetaModel]:
+    """The same of a model, for GRAPH_BATCH samples."""
+    return described(small_task(name), GRAPH_BATCH)
+
+
+def small_graph(name: str) -> Graph:
+    """A model's graph, for GRAPH_BATCH samples."""
+    return small_described(name)[0].graph

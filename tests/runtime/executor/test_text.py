@@ -2,11 +2,10 @@
 
 import math
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
-from equivalence_models import TEXT_MODELS, described, small_graph, small_task
+from equivalence_models import TEXT_MODELS, small_described, small_graph
 from equivalence_named import assert_trained, make_case
 from equivalence_reference import train_alone
 from equivalence_training import train_in_fp16
@@ -77,15 +76,10 @@ def test_attentions_as_transformers_and_timm_write_them_train_by_positions(cuts,
     assert_trained(case, ranks)
 
 
-@cache
-def described_model(name, batch):
-    return described(small_task(name), batch)
-
-
 def forms_of(case):
     """The forms of all operators for a whole batch, and the layout."""
     batch, plan = case.strategy.batch, ExecutorPlan(strategy=case.strategy)
-    return choose_forms(*described_model(case.model, batch), plan, [batch])[batch]
+    return choose_forms(*small_described(case.model), plan, [batch])[batch]
 
 
 def received(model, name):
