@@ -88,11 +88,13 @@ def forgotten_stand_ins(model: nn.Module) -> Iterator[None]:
 
 def _holds_tensors(cached: object) -> bool:
     """Whether tensors or proxies are in a cache, or in the tuples, lists and dicts there."""
-    held = gc.get_referents(cached)
+    held, seen = gc.get_referents(cached), set[int]()
     while held:
         if any(issubclass(kind, Tensor | fx.Proxy) for kind in {*map(type, held)}):  # few kinds
             return True
-        held = gc.get_referents(*(x for x in held if isinstance(x, tuple | list | dict)))
+        inner = {id(x): x for x in held if isinstance(x, tuple | list | dict)}
+        held = gc.get_referents(*(x for k, x in inner.items() if k not in seen))
+        seen |= inner.keys()
     return False
 
 
