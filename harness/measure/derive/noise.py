@@ -21,7 +21,8 @@ _N_RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """In samples; infinite where the gradient cannot be told from its noise.
+    """In samples; infinite where the gradient cannot be told from its noise, 0 where the noise
+    cannot be told from none.
 
     Attributes:
         low, high: its interval, by the bootstrap.
@@ -38,6 +39,8 @@ class NoiseScale:
     def __str__(self) -> str:
         if math.isinf(self.n_samples):
             return f"above {format_number(self.low, 2)}"
+        if self.n_samples == 0 < self.high < math.inf:
+            return f"below {format_number(self.high, 2)}"
         if self.low == self.high:
             return format_number(self.n_samples, 3)
         high = format_number(self.high, 2) if self.is_bounded else "more"
@@ -50,7 +53,7 @@ def samples_needed(batch: float, noise_scale: float) -> float:
     Source: McCandlish et al., with the noise scale as critical batch: (steps / fewest - 1)
     (samples / fewest - 1) = 1, where the critical batch is fewest samples / fewest steps.
     """
-    return 1 + batch / noise_scale
+    return 1 + batch / noise_scale if noise_scale else math.inf
 
 
 def noise_scale(records: Iterable[Record]) -> NoiseScale | None:

@@ -1,5 +1,6 @@
 """Which global batch reaches the same loss first, by the gradient noise scale."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,12 +55,14 @@ def compare_batches(advice: Advice, noise: NoiseScale) -> Batches:
     now = advice.best
     found = [now, *_other_batches(advice)]
 
-    def needed(one: Priced) -> float:
-        return samples_needed(one.batch, noise.n_samples)
+    scale = noise.n_samples
 
-    rate = now.samples_per_s / needed(now)
+    def gain(one: Priced) -> float:
+        saved = 1 if math.isinf(scale) else (scale + now.batch) / (scale + one.batch)
+        return one.samples_per_s / now.samples_per_s * saved
+
     choices = [
-        BatchChoice(best=one, needed=needed(one), gain=one.samples_per_s / needed(one) / rate)
+        BatchChoice(best=one, needed=samples_needed(one.batch, scale), gain=gain(one))
         for one in found
     ]
     return Batches(noise=noise, choices=sorted(choices, key=lambda one: one.best.batch))

@@ -50,6 +50,17 @@ def test_without_a_gradient_the_scale_is_unknown():
 def test_equal_samples_have_no_noise():
     found = noise_scale(squares(0.0, 8))
     assert str(found) == "0"
+    assert samples_needed(32, found.n_samples) == math.inf
+
+
+def test_of_noise_that_is_not_above_0_only_the_most_is_known():
+    draws = [(4, 1.0), (4, 1.2), (32, 1.1), (32, 1.15)]
+    found = noise_scale(
+        Sample(metric="gradient_square_norm", value=value, labels={"n_distinct": n})
+        for n, value in draws
+    )
+    assert found.n_samples == 0
+    assert str(found) == f"below {found.high:.2g}"
 
 
 def test_gradients_of_one_number_of_samples_tell_nothing():

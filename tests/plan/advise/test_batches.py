@@ -46,6 +46,8 @@ def test_a_larger_batch_gains_its_samples_per_second_less_the_samples_that_it_ne
     batches = compare_batches(advice, noise(1e6))
     assert any(text.startswith(line) for text in advice_lines(advice, batches))
     assert f"gradient noise scale: {noise(1e6)} samples" in advice_lines(advice, batches)
+    none = compare_batches(advice, noise(0.0)).choices[-1]  # a step of any batch gains as much
+    assert (none.needed, none.gain) == (math.inf, pytest.approx(largest.gain * 8 / 64))
     few = compare_batches(advice, noise(1e-3))
     assert few.choices[0].gain > few.choices[-1].gain
     assert advice_object(advice, few)["batches"][0]["times_best"] == few.choices[0].gain
