@@ -295,19 +295,23 @@ def read_run(run_dir: Path, header: RunHeader) -> tuple[Run, list[Problem]]:
             skipped.append((path, error.strerror or str(error)))
             continue
         skipped += [(path, problem) for problem in problems]
-    skipped += _missing(run_dir, header, ranks)
+    if any(ranks.values()) or not skipped:  # else it is said why there are none
+        skipped += _missing(run_dir, header, ranks)
     return Run(path=run_dir, header=header, ranks=ranks), skipped
 
 
 def _missing(run_dir: Path, header: RunHeader, ranks: Mapping[int, Records]) -> list[Problem]:
-    """Report ranks without records in a run that ended ok, because its numbers leave them out.
+    """Report ranks without records in a run that ended ok, because its numbers leave them out; of a
+    run without any the first.
 
     An imported log, which names its source, may have one rank only.
     """
-    if header.status != "ok" or not any(ranks.values()) or "source" in header.config:
+    if header.status != "ok" or "source" in header.config:
         return []
-    reason = "missing or empty: the numbers of the run are of its other ranks"
     missing = [info.rank for info in header.ranks if not ranks.get(info.rank)]
+    reason = "missing or empty: the numbers of the run are of its other ranks"
+    if not any(ranks.values()):
+        missing, reason = missing[:1], "missing or empty, as of all ranks: the run has no numbers"
     return [(run_dir / f"rank{rank}.jsonl", reason) for rank in missing]
 
 

@@ -241,6 +241,14 @@ def test_a_rank_that_is_missing_one_that_is_cut_and_one_too_many_are_named(tmp_p
     assert sorted(results.runs[0].ranks) == [0, 1, 2, 4]
 
 
+def test_a_run_that_has_lost_all_its_records_is_named(tmp_path):
+    run_dir = copies(SAMPLES, tmp_path, GOOD) / GOOD
+    for path in run_dir.glob("rank*.jsonl"):
+        path.unlink()
+    reason = "missing or empty, as of all ranks: the run has no numbers"
+    assert read_results(tmp_path).skipped == [(run_dir / "rank0.jsonl", reason)]
+
+
 def test_a_copy_of_a_run_is_not_a_repeat(tmp_path):
     copies(SAMPLES, tmp_path, GOOD)
     shutil.copytree(tmp_path / GOOD, tmp_path / "z-copy")
