@@ -7,18 +7,26 @@ as a strategy takes them, give the norms of the mean gradients of two numbers of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from harness.runtime.data import load_batches
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.engines.optimizers import set_rate
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.world import Context
-from harness.workloads.train.setup import Training
+
+if TYPE_CHECKING:
+    from harness.workloads.train.setup import Training
+
+_log = logging.getLogger(__name__)
 
 # Of a batch's samples, in the steps of few: fewer would be noisier, more too close to all.
 _MOST_DISTINCT = 1 / 8
@@ -45,6 +53,15 @@ class DrawnSamples(BatchPlan):
 
     def sizes(self, step: int) -> list[int]:
         return list(self.shares)
+
+
+def warn_of_masks(model: nn.Module) -> None:
+    """Warn where copies of a sample have unlike gradients."""
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+        _log.warning(
+            "dropout draws a mask for each copy of a sample, which makes the gradient noise scale "
+            "too low: measure it with --dropout 0"
+        )
 
 
 def _gradient_norms(training: Training, context: Context, n_steps: int) -> Iterator[float]:

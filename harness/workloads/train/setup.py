@@ -39,6 +39,7 @@ from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import ZERO_STAGES, EngineName, TrainCase
 from harness.workloads.train.files import data_options, fitted_options
+from harness.workloads.train.noise import warn_of_masks
 from harness.workloads.train.plan import Planned
 
 if TYPE_CHECKING:
@@ -300,12 +301,9 @@ def _batch_plan(
 
 def _rates(case: TrainCase, n_steps: int) -> LearningRates:
     return LearningRates(
-        case.learning_rate,
-        case.lr_schedule,
-        case.lr_step_size or max(1, n_steps - case.lr_warm_up),
-        case.lr_gamma,
-        case.lr_warm_up,
-    )
+        case.learning_rate, case.lr_schedule,
+        case.lr_step_size or max(1, n_steps - case.lr_warm_up), case.lr_gamma, case.lr_warm_up,
+    )  # fmt: skip
 
 
 def _has_local_loss(case: TrainCase, task: Task, world: World) -> bool:
@@ -338,6 +336,8 @@ def prepare(
     """
     set_tensor_cores(case.dtype, world.device)
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
+    if case.noise_steps and world.is_first:
+        warn_of_masks(task.model)
     trained = [p for p in task.model.parameters() if p.requires_grad]
     n_parameters = sum(p.numel() for p in trained)  # before the executor frees other ranks'
     gradient_bytes = sum(sent_bytes(p, case.reduce_dtype) for p in trained) // case.sync_every

@@ -8,13 +8,14 @@ import pytest
 import torch
 from local_ranks import run_on_ranks
 from safetensors.torch import load_file
+from torch import nn
 
 from harness.measure.derive.noise import noise_scale
 from harness.measure.derive.spans import samples_of
 from harness.runtime.data import open_data
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.files import data_options
-from harness.workloads.train.noise import DrawnSamples
+from harness.workloads.train.noise import DrawnSamples, warn_of_masks
 from harness.workloads.train.setup import make_task
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train
@@ -56,6 +57,15 @@ def train_with_state(case, context):
     """Train; the parameters as they are before the extra steps."""
     run_train(replace(case, save_model=True), context)
     return load_file(context.run_dir / "model.safetensors")
+
+
+def test_dropout_is_warned_of_unless_its_probability_is_0(caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.0)))
+    warn_of_masks(model)
+    assert not caplog.messages
+    model[1][0].p = 0.1
+    warn_of_masks(model)
+    assert "too low: measure it with --dropout 0" in caplog.text
 
 
 @pytest.mark.parametrize(("batch", "few"), [(2, 1), (7, 1), (64, 8), (60, 6), (33, 3)])
