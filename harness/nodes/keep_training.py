@@ -80,15 +80,19 @@ class LaunchCommand:
     def hostfile(self) -> Path:
         return Path(self.words[self.hostfile_at])
 
-    def on(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
-        """The command that continues the training on some hosts, which are in a file."""
+    def on(self, fit: Sequence[Host], hosts: Sequence[Host], hostfile: Path) -> list[str]:
+        """The command that continues the training on those of its hosts that are in a file."""
         words = list(self.words)
         words[self.hostfile_at] = str(hostfile)
-        slots = [host.slots for host in hosts]
-        if self.n_ranks_at is not None and None not in slots:
-            n_slots = sum(filter(None, slots))
-            words[self.n_ranks_at] = str(min(int(words[self.n_ranks_at]), n_slots))
+        if self.n_ranks_at is not None and all(host.slots for host in hosts):
+            n, n_fit, n_all = int(words[self.n_ranks_at]), _n_slots(fit), _n_slots(hosts)
+            # Ranks beyond the slots share devices, as before.
+            words[self.n_ranks_at] = str(min(n_fit, n) if n <= n_all else n * n_fit // n_all)
         return words if "--resume" in words else [*words, "--resume"]
+
+
+def _n_slots(hosts: Sequence[Host]) -> int:
+    return sum(host.slots or 0 for host in hosts)
 
 
 def _value_at(words: Sequence[str], flags: Sequence[str]) -> int | None:
@@ -136,7 +140,7 @@ class _Keeper:
                 missing = [host for host in self._hosts if host not in fit]
                 if not fit or (code == EXIT_CODE and missing == before):  # which refused the flags
                     return code
-                words = self._command.on(fit, _write(fit, Path(directory) / "hosts.txt"))
+                words = self._command.on(fit, self._hosts, _write(fit, Path(directory) / "hosts.txt"))
                 _say(f"starting again on {', '.join(host.name for host in fit)}: "
                      f"{shlex.join(words)}")  # fmt: skip
 

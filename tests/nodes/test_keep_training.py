@@ -16,12 +16,26 @@ WORDS = ("mpirun", "-np", "5", "--hostfile", "hosts.txt", *TRAIN)
 
 
 def test_a_launch_on_fewer_hosts_has_their_slots_and_continues():
-    command = LaunchCommand.parse(WORDS)
-    hosts = [Host("a", 1), Host("b", 2)]
+    command, fit = LaunchCommand.parse(WORDS), [Host("a", 1), Host("b", 2)]
     expected = ["mpirun", "-np", "3", "--hostfile", "fit.txt", *TRAIN, "--resume"]
-    assert command.on(hosts, Path("fit.txt")) == expected
-    assert command.on([Host("a", 9)], Path("fit.txt"))[2] == "5"
-    assert command.on([Host("a", None)], Path("fit.txt"))[2] == "5"  # mpirun counts its cores
+    assert command.on(fit, [*fit, Host("c", 2)], Path("fit.txt")) == expected
+
+
+@pytest.mark.parametrize(
+    ("fit", "lost", "n_ranks"),
+    [
+        ([9], [], 5),
+        ([9], [1], 5),
+        ([None], [None], 5),  # mpirun counts its cores
+        ([1, 1], [], 5),  # --oversubscribe
+        ([1, 1], [1], 3),
+    ],
+)
+def test_a_launch_has_the_ranks_that_share_the_slots_of_its_hosts(fit, lost, n_ranks):
+    fit, lost = ([Host(f"{name}{k}", n) for k, n in enumerate(slots)]
+                 for name, slots in (("fit", fit), ("lost", lost)))  # fmt: skip
+    command = LaunchCommand.parse(WORDS)
+    assert command.on(fit, [*fit, *lost], Path("fit.txt"))[2] == str(n_ranks)
 
 
 @pytest.mark.parametrize(
