@@ -140,7 +140,9 @@ class _Keeper:
                 missing = [host for host in self._hosts if host not in fit]
                 if not fit or (code == EXIT_CODE and missing == before):  # which refused the flags
                     return code
-                words = self._command.on(fit, self._hosts, _write(fit, Path(directory) / "hosts.txt"))
+                words = self._command.on(
+                    fit, self._hosts, _write(fit, Path(directory) / "hosts.txt")
+                )
                 _say(f"starting again on {', '.join(host.name for host in fit)}: "
                      f"{shlex.join(words)}")  # fmt: skip
 
