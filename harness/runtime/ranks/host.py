@@ -122,7 +122,7 @@ def library_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name) or "unknown"  # half installed
         except importlib.metadata.PackageNotFoundError:
             continue
     found["torch"] = str(torch.__version__)

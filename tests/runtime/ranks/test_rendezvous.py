@@ -16,7 +16,7 @@ from harness.domain.interface import Interface
 from harness.errors import LaunchError
 from harness.runtime.ranks import introduction, rendezvous
 from harness.runtime.ranks.environment import Launch
-from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus
+from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus, library_versions
 
 LOOPBACK = Interface(name="lo", address="127.0.0.1", prefix_length=8)
 
@@ -261,3 +261,11 @@ def test_rank_0_says_what_to_do_where_mpi_waits(rank, is_said, monkeypatch, capl
         time.sleep(0.5)
     said = "MPI has not connected all ranks within 0 s; if it does not soon, stop and run: bash "
     assert (said in caplog.text) == is_said
+
+
+def test_a_package_that_is_half_installed_has_a_version_that_others_can_compare(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "numpy-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert library_versions()["numpy"] == "unknown"
