@@ -153,7 +153,8 @@ def judge_clock(report: HostReport, survey: Survey) -> list[Judgement]:
     clock = report.probe.clock
     if clock is None:
         return unknown("`date` gives no seconds", f"ssh {report.name} date +%s.%N")
-    text = f"{clock.offset_s * 1e3:+.1f} ms +- {format_duration(clock.error_s)}"
+    sign, offset_s = "-" if clock.offset_s < 0 else "+", abs(clock.offset_s)
+    text = f"{sign}{format_duration(offset_s)} +- {format_duration(clock.error_s)}"
     certain_s = abs(clock.offset_s) - clock.error_s
     remedy = f"ssh {report.name} sudo timedatectl set-ntp true (or install chrony on every host)"
     if certain_s >= CLOCK_CRITICAL_S:
