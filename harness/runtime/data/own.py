@@ -19,7 +19,7 @@ from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.devices.random_sources import RandomSources, seed_all
-from harness.runtime.models.task import IGNORED, InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
 _log = logging.getLogger(__name__)
@@ -125,12 +125,12 @@ class OwnData(BatchedData):
         targets = self._task.targets_among(inputs)
         if targets is None:
             targets = self._task.join_labels(columns[len(inputs) :], len(indices))
-        if self._task.loss == "cross_entropy":
-            n = self._task.n_classes
-            wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= n)
-            hint = f", or {IGNORED} where none counts" if self._is_masked else ""
+        if found := self._task.classes_of(targets):
+            classes, n, ignored = found
+            wrong = ((classes < 0) | (classes >= n)) & (classes != ignored)
+            hint = f", or {ignored} where none counts" if self._is_masked else ""
             problem = f", and the model has {n} classes: give labels from 0 to {n - 1}{hint}"
-            self._refuse_numbers(indices, targets, wrong, "label ", problem)
+            self._refuse_numbers(indices, classes, wrong, "label ", problem)
         self._check_foreseen(indices, inputs, targets)
         if not self._is_masked:
             for index, target in zip(indices, targets.split(1), strict=True):
@@ -144,8 +144,8 @@ class OwnData(BatchedData):
         """Refuse numbers that an embedding or the logits lack, which on a GPU would end the process
         unnamed."""
         if wrong.any():
-            row = int(wrong.reshape(len(indices), -1).any(1).nonzero()[0])
-            number = int(found[row][wrong[row]].flatten()[0])
+            first = int(wrong.flatten().nonzero()[0])
+            row, number = first * len(indices) // wrong.numel(), int(found.flatten()[first])
             raise self._error(indices[row], f"has {kind}{number}{problem}")
 
     def _check_foreseen(
@@ -305,7 +305,7 @@ class OwnData(BatchedData):
             raise self._error(
                 index,
                 f"has {name} of type {type(value).__name__}, which makes no tensor "
-                f"({one_line(str(error))}): return a tensor, an array or numbers",
+                f"({one_line(str(error))}): return a tensor, numbers or an array of native byte order",
             ) from error
         if tuple(tensor.shape) != spec.shape:
             raise self._error(

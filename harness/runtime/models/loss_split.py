@@ -226,9 +226,9 @@ def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:
 
 def _summed(
     calls: list[Call], originals: Sequence[Call]
-) -> tuple[list[Call], tuple[Slot, int] | None]:
-    """Let the only cross entropy sum over its targets; returns the slot of its targets and the
-    class that does not count. None if there are others, classes have weights, or its targets are
+) -> tuple[list[Call], tuple[Slot, int, int] | None]:
+    """Let the only cross entropy sum over its targets; returns the slot of its targets, the number
+    of classes and the class that does not count. None if there are others, classes have weights, or its targets are
     probabilities, of which all samples count.
 
     Args:
@@ -239,11 +239,13 @@ def _summed(
         return calls, None
     (place,) = places
     given = calls[place].arguments
-    if originals[place].arguments["target"].is_floating_point():
+    whole = originals[place].arguments
+    if whole["target"].is_floating_point():
         return calls, None
     target, is_mean = given["target"], given["reduction"] == "mean"
     if not isinstance(target, Slot) or given["weight"] is not None or not is_mean:
         return calls, None
     changed = calls[place]._replace(args=(), kwargs=given | {"reduction": "sum"})
     found = [changed if k == place else call for k, call in enumerate(calls)]
-    return found, (target, given["ignore_index"])
+    logits = whole["input"]
+    return found, (target, logits.shape[min(1, logits.dim() - 1)], given["ignore_index"])

@@ -64,8 +64,8 @@ class OwnLoss:
         calls: in order; slots stand for tensors, the first ones for outputs and labels, and a
             SampleCount for a number that grows with the samples.
         result: the loss's slot.
-        counted: the slot of classes and the class that does not count, of the only cross entropy,
-            which `calls` sum up; None if the model's loss is a mean over samples.
+        counted: the slot of classes, their number and the class that does not count, of the only
+            cross entropy, which `calls` sum up; None if the loss is a mean over samples.
         left_out: by label, values that do not count as others do, of which the example has none.
     """
 
@@ -73,7 +73,7 @@ class OwnLoss:
     labels: tuple[InputSpec, ...]
     calls: tuple[Call, ...]
     result: Slot
-    counted: tuple[Slot, int] | None
+    counted: tuple[Slot, int, int] | None
     left_out: tuple[tuple[int, ...], ...] = ()
 
     def __deepcopy__(self, memo: object) -> OwnLoss:
@@ -130,16 +130,21 @@ class OwnLoss:
 
     def count(self, targets: Tensor) -> int:
         """Number of targets that count, or of samples."""
+        found = self.classes_of(targets)
+        return len(targets) if found is None else int((found[0] != found[2]).sum())
+
+    def classes_of(self, targets: Tensor) -> tuple[Tensor, int, int] | None:
+        """As `Task.classes_of`."""
         if self.counted is None:
-            return len(targets)
-        slot, ignored = self.counted
+            return None
+        slot, n_classes, ignored = self.counted
         before, wanted = [], {slot}
         for call in reversed(self.calls):
             if wanted & slots_in(call.result):
                 before.append(call)
                 wanted |= slots_in((call.args, call.kwargs))
         given = (*[None] * len(self.outputs), *self.labels_of(targets))
-        return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
+        return _run(before[::-1], given, targets.device)[slot], n_classes, ignored
 
     def unforeseen(self, targets: Tensor) -> str:
         """As `Task.unforeseen`."""
@@ -200,6 +205,9 @@ class LabelledTask(Task):
 
     def count_targets(self, targets: Tensor) -> int:
         return self.own_loss.count(targets)
+
+    def classes_of(self, targets: Tensor) -> tuple[Tensor, int, int] | None:
+        return self.own_loss.classes_of(targets)
 
     def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
         return self.own_loss.unforeseen(targets)

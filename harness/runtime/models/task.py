@@ -224,6 +224,11 @@ class Task:
         """Number of targets that count for the loss."""
         return int((targets != IGNORED).sum())
 
+    def classes_of(self, targets: Tensor) -> tuple[Tensor, int, int] | None:
+        """The targets of the loss's only cross entropy, its number of classes, and the class that
+        does not count; None if the loss has another form."""
+        return (targets, self.n_classes, IGNORED) if self.loss == "cross_entropy" else None
+
     def draw_targets(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw random targets; (samples, *target_shape)."""
         shape = (n_samples, *self.target_shape)

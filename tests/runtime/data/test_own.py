@@ -166,12 +166,15 @@ def test_targets_that_do_not_count_are_left_out_of_their_number(has_loss, caplog
         ("labels", 5, "has label 5, and the model has 5 classes"),
     ],
 )
-def test_the_sample_with_a_number_that_embedding_or_logits_lack_is_named(column, number, problem):
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_the_sample_with_a_number_that_embedding_or_logits_lack_is_named(
+    column, number, problem, has_loss
+):
     columns = {"words": WORDS.clone(), "labels": WORDS.clone()}
     columns[column][3, 2] = number
     samples = list(zip(*columns.values(), strict=True))
     with pytest.raises(DataError, match=f"sample 3 of own {problem}"):
-        OwnData("own", samples, tagger(has_loss=False)).__getitems__([1, 3])
+        OwnData("own", samples, tagger(has_loss=has_loss)).__getitems__([1, 3])
 
 
 def test_a_label_that_does_not_count_in_a_mean_over_samples_is_refused():
@@ -211,6 +214,7 @@ def test_what_the_model_does_not_read_is_told(caplog):
         ((torch.rand(4), 1), "has input_0 of shape \\(4,\\), and the model takes \\(3,\\)"),
         ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and the model takes"),
         ((torch.rand(3), "cat"), "has label of type str, which makes no tensor"),
+        ((np.ones(3, ">f4"), 1), "return a tensor, numbers or an array of native byte order"),
         ((torch.rand(3), -100), "has a label that does not count: drop the sample"),
         ((torch.rand(3), 2), "has label 2, and the model has 2 classes: give labels from 0 to 1"),
         ((torch.rand(3), -1), "has label -1, and the model has 2 classes"),
