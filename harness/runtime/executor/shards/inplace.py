@@ -66,7 +66,7 @@ def _of_torch(name: str) -> list[Any]:
 def copying_function(target: Any) -> Any:
     """The out-of-place form of a function; `target` itself if it is out of place.
 
-    Exported graphs call overloads: aten.relu_.default becomes aten.relu.default.
+    Exported graphs call overloads: aten.pow_.Scalar becomes aten.pow.Tensor_Scalar.
 
     Returns:
         None if there is no such function.
@@ -75,8 +75,14 @@ def copying_function(target: Any) -> Any:
         return target
     name = function_name(target).removesuffix("_")
     if isinstance(target, torch._ops.OpOverload):
-        return getattr(getattr(torch.ops.aten, name, None), target._overloadname, None)
+        packet = getattr(torch.ops.aten, name, None)
+        forms = [getattr(packet, each) for each in (packet.overloads() if packet else ())]
+        return next((form for form in forms if _types(form) == _types(target)), None)
     return _ARITHMETIC.get(target) or next(iter(_of_torch(name)), None)
+
+
+def _types(overload: torch._ops.OpOverload) -> list[str]:
+    return [str(each.type) for each in overload._schema.arguments]
 
 
 def out_of_place(node: fx.Node, owned: dict[str, Any]) -> fx.Node:

@@ -84,6 +84,8 @@ def test_computing_again_draws_the_same_and_moving_on_draws_anew():
     [
         (torch.ops.aten.relu_.default, torch.ops.aten.relu.default),
         (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor),
+        (torch.ops.aten.pow_.Scalar, torch.ops.aten.pow.Tensor_Scalar),
+        (torch.ops.aten.polygamma_.default, None),
         (torch.ops.aten.add.Tensor, torch.ops.aten.add.Tensor),
         # Its running statistics change, its input does not.
         (torch.ops.aten._native_batch_norm_legit.default,) * 2,
