@@ -50,6 +50,14 @@ class Example:
         self.specs = tuple(
             _spec(_name_of(leaves[k][0], k), self.leaves[k], has_rows) for k in self.places
         )
+        sizes = {len(x): spec.name for x, spec in zip(self.tensors, self.specs, strict=True)}
+        if len(sizes) > 1:
+            (n, one), (n_other, other), *_ = sizes.items()
+            raise ModelError(
+                f"{name}: its example has {n} samples of {one} and {n_other} of {other}, and the "
+                "first dim of every tensor counts samples: give each sample its own, and keep what "
+                "all samples share in a buffer of the model"
+            )
         self._n_positional, self._keywords = len(args), list(kwargs)
 
     def fits(self, model: nn.Module) -> bool:

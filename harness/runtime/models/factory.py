@@ -50,6 +50,7 @@ _LONGEST = (
 _EXPERTS = "batched_mm"
 _REMEDY = "give a pair (model, example), with example a dict of forward's arguments"
 _REMEDY_OF_EXAMPLE = "call the model with the example where it is made, and mend what fails there"
+_REMEDY_OF_MORE = "the model takes the example, which has a sample less: let it take any number"
 
 
 def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bool) -> Task:
@@ -75,7 +76,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
 
     def recall() -> tuple[list[Call], int]:
         more = [torch.cat([x, x[:1]]) for x in tensors]
-        return _run_once(name, bound, more, remedy)[2], len(more[0])
+        return _run_once(name, bound, more, _REMEDY_OF_MORE)[2], len(more[0])
 
     loss = loss_name(output)
     split = split_loss(output, loss, inputs, specs, calls, recall) if loss else None

@@ -28,6 +28,11 @@ _CONSTRUCTS = (
         "forward draws the masks of SpecAugment by numpy",
         "set apply_spec_augment=False in the configuration",
     ),
+    (
+        r"\b_ctc_loss\b",
+        "forward computes a CTC loss over lengths",
+        "return the mean of the samples' losses, and by name the log-probabilities that it reads",
+    ),
     (r"'len' is not supported", "forward takes len() of a tensor", "take x.shape[0]"),
     (
         r"Proxy object cannot be iterated",

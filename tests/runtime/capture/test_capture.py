@@ -220,9 +220,16 @@ def of_a_pass(net, x):
     return x
 
 
+def of_lengths(net, x):
+    classes = torch.ones(len(x), 2, dtype=torch.int64)
+    lengths = classes.sum(1)
+    return x * nn.functional.ctc_loss(x.log_softmax(-1).expand(2, -1, -1), classes, lengths, lengths)
+
+
 @pytest.mark.parametrize(
     ("middle", "words"),
     [
+        (of_lengths, "forward computes a CTC loss .*: return the mean"),
         (by_value, "forward decides by the values of a tensor"),
         (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
         (of_a_function, r"forward differentiates by torch\.func"),

@@ -112,6 +112,10 @@ def test_compiled_code_runs_as_it_is_written_where_tensors_have_no_memory():
         ({}, "its example holds nothing: give tensors"),
         ({"tokens": 3}, "its example holds int: give tensors"),
         ({"tokens": TOKENS[:0]}, "its example holds a Tensor of shape (0, 3): give tensors"),
+        (
+            {"tokens": TOKENS, "edges": TOKENS.T},
+            "its example has 2 samples of tokens and 3 of edges, and the first dim",
+        ),
         ({"tokens": TOKENS}, "its forward fails on inputs of 2x3 (TypeError"),
         (
             {"tokens": TOKENS[0]},
@@ -123,6 +127,17 @@ def test_a_wrong_example_is_refused_in_one_line(example, message):
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
         task_of("m:f", (Annotator(), example), OPTIONS)
     assert "\n" not in str(caught.value)
+
+
+class OfTwo(nn.Linear):
+    def forward(self, x):
+        found = super().forward(x)
+        return {"found": found, "loss": found.view(2, 6).mean()}
+
+
+def test_a_loss_that_takes_the_examples_number_of_samples_alone_is_refused():
+    with pytest.raises(ModelError, match="3x4 .*: the model takes the example, which has a sample"):
+        task_of("m:f", (OfTwo(4, 6), torch.rand(2, 4)), OPTIONS)
 
 
 def documented(page, file):
