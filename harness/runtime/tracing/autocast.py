@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
@@ -70,7 +71,8 @@ def _in_region(region: AutocastRegion, call: Callable[..., Any], *args: Any) -> 
         with region.enter(args):
             return call(*args)
     plain = call(*args)
-    with FakeTensorMode() as mode, torch.no_grad(), region.enter(()):
+    # A counter of FLOPs has counted the call already.
+    with _disable_current_modes(), FakeTensorMode() as mode, torch.no_grad(), region.enter(()):
 
         def fake(value: Any) -> Any:
             if not isinstance(value, Tensor):

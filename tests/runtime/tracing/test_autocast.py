@@ -45,6 +45,12 @@ def test_a_part_under_autocast_computes_in_its_own_dtypes(middle):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_flops_under_autocast_count_once():
+    graph = capture(task_on(Net(autocast_off_on_its_device)), 6, "net").graph
+    counts = {op.name: op.forward_flops for op in graph.operators if op.forward_flops}
+    assert counts == {"first": 192, "first_autocast_off": 192, "last": 2 * 6 * 4 * 3}
+
+
 def test_dtypes_under_autocast_are_known_before_anything_is_computed():
     captured = capture(task_on(Net(autocast)), 4, "net")
     graph = captured.graph
