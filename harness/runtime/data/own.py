@@ -305,7 +305,8 @@ class OwnData(BatchedData):
             raise self._error(
                 index,
                 f"has {name} of type {type(value).__name__}, which makes no tensor "
-                f"({one_line(str(error))}): return a tensor, numbers or an array of native byte order",
+                f"({one_line(str(error))}): return a tensor, numbers or an array of native byte "
+                "order",
             ) from error
         if tuple(tensor.shape) != spec.shape:
             raise self._error(

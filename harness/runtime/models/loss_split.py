@@ -228,8 +228,8 @@ def _summed(
     calls: list[Call], originals: Sequence[Call]
 ) -> tuple[list[Call], tuple[Slot, int, int] | None]:
     """Let the only cross entropy sum over its targets; returns the slot of its targets, the number
-    of classes and the class that does not count. None if there are others, classes have weights, or its targets are
-    probabilities, of which all samples count.
+    of classes and the class that does not count. None if there are others, classes have weights, or
+    its targets are probabilities, of which all samples count.
 
     Args:
         originals: the calls with tensors in the place of slots.

@@ -223,7 +223,9 @@ def of_a_pass(net, x):
 def of_lengths(net, x):
     classes = torch.ones(len(x), 2, dtype=torch.int64)
     lengths = classes.sum(1)
-    return x * nn.functional.ctc_loss(x.log_softmax(-1).expand(2, -1, -1), classes, lengths, lengths)
+    return x * nn.functional.ctc_loss(
+        x.log_softmax(-1).expand(2, -1, -1), classes, lengths, lengths
+    )
 
 
 @pytest.mark.parametrize(
