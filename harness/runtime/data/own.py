@@ -125,8 +125,8 @@ class OwnData(BatchedData):
         targets = self._task.targets_among(inputs)
         if targets is None:
             targets = self._task.join_labels(columns[len(inputs) :], len(indices))
-        if found := self._task.classes_of(targets):
-            classes, n, ignored = found
+        if counted := self._task.classes_of(targets):
+            classes, n, ignored = counted
             wrong = ((classes < 0) | (classes >= n)) & (classes != ignored)
             hint = f", or {ignored} where none counts" if self._is_masked else ""
             problem = f", and the model has {n} classes: give labels from 0 to {n - 1}{hint}"

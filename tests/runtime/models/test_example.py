@@ -136,7 +136,9 @@ class OfTwo(nn.Linear):
 
 
 def test_a_loss_that_takes_the_examples_number_of_samples_alone_is_refused():
-    with pytest.raises(ModelError, match="3x4 .*: the model takes the example, which has a sample"):
+    with pytest.raises(
+        ModelError, match=r"3x4 .*: the model takes the example, which has a sample"
+    ):
         task_of("m:f", (OfTwo(4, 6), torch.rand(2, 4)), OPTIONS)
 
 
