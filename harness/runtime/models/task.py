@@ -1,7 +1,4 @@
-"""A training task: a model, its inputs and its loss.
-
-Select the logits from a model's outputs.
-"""
+"""A training task: a model, its inputs, its loss, and the logits among its outputs."""
 
 from __future__ import annotations
 
