@@ -56,11 +56,13 @@ def mean_loss(task: Task, batch: Batch) -> torch.Tensor:
     return loss / len(batch.targets)
 
 
-def samples_to_loss(task: Task, everything: Batch, batch: int, rate: float, loss: float) -> float:
-    """Samples until the mean loss is reached; infinite if that takes too many epochs."""
-    n, done, due = len(everything.targets), 0, 200.0
+def samples_to_loss(
+    task: Task, everything: Batch, batch: int, rate: float, loss: float, most: float
+) -> float:
+    """Samples until the mean loss is reached; infinite if that takes more than `most`."""
+    n, done, due = len(everything.targets), 0, 500.0
     optimizer = torch.optim.SGD(task.model.parameters(), lr=rate)
-    while done < _MOST_EPOCHS * n:
+    while done < most:
         drawn = torch.randint(n, (batch,))
         optimizer.zero_grad()
         mean_loss(task, everything.each(lambda column, drawn=drawn: column[drawn])).backward()
@@ -71,7 +73,7 @@ def samples_to_loss(task: Task, everything: Batch, batch: int, rate: float, loss
                 found = float(mean_loss(task, everything))
             if found < loss or not math.isfinite(found):
                 return done if found < loss else math.inf
-            due = max(done + batch, 1.03 * due)
+            due = max(done + batch, 1.05 * due)
     return math.inf
 
 
@@ -101,14 +103,15 @@ def main(options: Options) -> None:
         found: dict[float, float] = {}
         for rate in options.rates:
             each = []
+            most = min(_MOST_EPOCHS * len(data), 2 * min(found.values(), default=math.inf))
             for seed in range(options.seeds):
                 task = make_task(replace(case, seed=seed))
                 torch.manual_seed(seed)
-                each.append(samples_to_loss(task, everything, batch, rate, options.loss))
+                each.append(samples_to_loss(task, everything, batch, rate, options.loss, most))
             found[rate] = statistics.median(each)
             if noise is None and math.isfinite(each[-1]):
                 noise = noise_scale(squares(task, everything))
-            if found[rate] > 2 * min(found.values()):
+            if math.isinf(found[rate]) and math.isfinite(min(found.values())):
                 break  # higher rates are worse
         rate = min(found, key=found.__getitem__)
         if noise is None or math.isinf(found[rate]):
