@@ -4,9 +4,9 @@ noise scale predicts.
     python benchmarks/noise_scale.py --json
 
 At each batch every learning rate of a ladder trains with several seeds; the rate with the fewest
-samples (median over seeds) counts. The noise scale grows while the loss falls, so it is measured, as
-`train --noise-steps` does, at points of one training by the smallest batch B, which are equally many
-samples apart. A point with the scale N counts by 1 / (B + N), the progress that a sample makes there.
+samples (median over seeds) counts. The noise scale grows while the loss falls, so it is measured,
+as `train --noise-steps` does, at points of one training by the smallest batch B, which are equally
+many samples apart. A point with the scale N counts by 1 / (B + N), the progress of a sample there.
 """
 
 from __future__ import annotations
