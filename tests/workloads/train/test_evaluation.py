@@ -286,11 +286,12 @@ def test_ranks_wait_for_each_other_between_warm_up_and_the_first_recorded_step(m
         optimizer=SimpleNamespace(param_groups=[]),
         step=lambda fetch, share: done.append("step") or torch.tensor(1.0),
     )
-    training = SimpleNamespace(engine=engine, rates=SimpleNamespace(at=float), n_steps=2)
+    training = SimpleNamespace(
+        engine=engine, rates=SimpleNamespace(at=float), n_steps=2, share=lambda step, rank: None
+    )
     world = SimpleNamespace(rank=0, size=1, interface="lo")
     loop = TrainLoop(training, SimpleNamespace(world=world), 2)
     monkeypatch.setattr(workload, "barrier", lambda: done.append("barrier"))
-    monkeypatch.setattr(loop, "_share", lambda index: None)
     for index in range(-2, 2):
         loop._step(index)
     assert done == ["step", "step", "barrier", "step", "step"]
