@@ -51,15 +51,15 @@ def measured_noise(results: Path | None, model: str) -> NoiseScale | None:
 
 
 def compare_batches(advice: Advice, noise: NoiseScale) -> Batches:
-    """Predict the steps of other batches than today's."""
-    now = advice.best
+    """Compare the predicted steps of other batches with that of today's, also where it was
+    measured, so that errors of predictions cancel."""
+    now, scale = advice.best, noise.n_samples
     found = [now, *_other_batches(advice)]
-
-    scale = noise.n_samples
+    plain = replace(now, is_measured=False, step_s=now.predicted_s).at(advice.request.factor)
 
     def gain(one: Priced) -> float:
         saved = 1 if math.isinf(scale) else (scale + now.batch) / (scale + one.batch)
-        return one.samples_per_s / now.samples_per_s * saved
+        return 1.0 if one is now else one.samples_per_s / plain.samples_per_s * saved
 
     choices = [
         BatchChoice(best=one, needed=samples_needed(one.batch, scale), gain=gain(one))

@@ -53,6 +53,15 @@ def test_a_larger_batch_gains_its_samples_per_second_less_the_samples_that_it_ne
     assert advice_object(advice, few)["batches"][0]["times_best"] == few.choices[0].gain
 
 
+def test_a_measured_step_is_not_compared_with_predicted_ones():
+    advice = advised()
+    slow = replace(advice.best, step_s=3 * advice.best.step_s, is_measured=True)
+    found = compare_batches(replace(advice, best=slow), noise(16.0)).choices
+    plain = compare_batches(advice, noise(16.0)).choices
+    assert [one.gain for one in found] == [one.gain for one in plain]
+    assert found[2].best is slow
+
+
 def test_the_batch_of_each_device_changes_where_that_is_given():
     found = compare_batches(advised(replace(REQUEST, batch=None, per_device_batch=2)), noise(9.0))
     assert {one.best.batch % one.best.cluster.n_devices for one in found.choices} == {0}
