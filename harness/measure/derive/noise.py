@@ -76,6 +76,16 @@ def noise_scale(records: Iterable[Record]) -> NoiseScale | None:
     return NoiseScale(n_samples=float(found[0]), low=float(low), high=float(high))
 
 
+def choose_scale(newest_first: Iterable[NoiseScale | None]) -> NoiseScale | None:
+    """The newest of several runs' noise scales that has bounds, else the newest; None without."""
+    newest = None
+    for found in newest_first:
+        if found is not None and found.is_bounded:
+            return found
+        newest = newest or found
+    return newest
+
+
 def _scale(few: int, many: int, of_few: np.ndarray, of_many: np.ndarray) -> np.ndarray:
     """By mean squared norms: a mean gradient of n samples has |G|^2 + S / n in expectation, where G
     is the gradient, S the trace of the covariance of samples' gradients, and S / |G|^2 the scale.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.measure.derive.noise import NoiseScale, noise_scale, samples_needed
+from harness.measure.derive.noise import NoiseScale, choose_scale, noise_scale, samples_needed
 from harness.measure.store import find_runs, read_run
 from harness.plan.advise.advice import Advice, best_of
 from harness.plan.advise.pricing import Priced, price
@@ -38,16 +38,13 @@ class Batches:
 
 
 def measured_noise(results: Path | None, model: str) -> NoiseScale | None:
-    """The noise scale of the newest training of a model with --noise-steps, if one has bounds the
-    newest of those."""
-    scales = []
-    for path, header in reversed(find_runs(results)[0] if results is not None else []):
-        config = header.config
-        is_measured = header.workload == "train" and bool(config.get("noise_steps"))
-        if is_measured and header.status == "ok" and config.get("model") == model:
-            scales.append(noise_scale(read_run(path, header)[0].ranks.get(0, ())))
-    found = [one for one in scales if one is not None]
-    return next((one for one in found if one.is_bounded), found[0] if found else None)
+    """The noise scale by the trainings of a model with --noise-steps; see `choose_scale`."""
+    return choose_scale(
+        noise_scale(read_run(path, header)[0].ranks.get(0, ()))
+        for path, header in reversed(find_runs(results)[0] if results is not None else [])
+        if header.workload == "train" and header.status == "ok"
+        if header.config.get("noise_steps") and header.config.get("model") == model
+    )
 
 
 def compare_batches(advice: Advice, noise: NoiseScale) -> Batches:

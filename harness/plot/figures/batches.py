@@ -1,12 +1,11 @@
 """Time to the same loss by global batch, from measured steps and the gradient noise scale."""
 
 from collections import defaultdict
-from operator import itemgetter
 from typing import Any
 
 import pandas as pd
 
-from harness.measure.derive.noise import NoiseScale, samples_needed
+from harness.measure.derive.noise import NoiseScale, choose_scale, samples_needed
 from harness.measure.derive.settings import configured
 from harness.measure.derive.training import rate_over_repeats
 from harness.plot.catalog import Catalog, TrainingCase
@@ -31,20 +30,23 @@ def _problem(case: TrainingCase) -> Problem:
 
 
 def _noise_scales(catalog: Catalog) -> dict[Problem, NoiseScale]:
-    """By the newest run of each problem that measured one, with bounds if any did."""
-    found: dict[Problem, list[RunNumbers]] = defaultdict(list)
+    """Of each problem that some run has measured one of."""
+    runs: dict[Problem, list[RunNumbers]] = defaultdict(list)
     for case in catalog.training:
-        found[_problem(case)] += case.case.runs if case.case.is_ok else ()
-    return {
-        problem: max(known, key=itemgetter(0))[1]
-        for problem, runs in found.items()
-        if (known := [((n.is_bounded, r.header.start_utc), n) for r in runs if (n := r.noise)])
+        runs[_problem(case)] += case.case.runs if case.case.is_ok else ()
+    found = {
+        problem: choose_scale(
+            run.noise for run in sorted(own, key=lambda run: run.header.start_utc, reverse=True)
+        )
+        for problem, own in runs.items()
     }
+    return {problem: noise for problem, noise in found.items() if noise is not None}
 
 
 def _row(case: TrainingCase, noise: NoiseScale) -> dict[str, Any]:
     words = (case.first.strategy, case.first.dtype, case.case.cluster)
-    row = case.identity | {"label": " · ".join(filter(None, words)), "batch": case.batch}
+    row = {**case.identity, "label": " · ".join(filter(None, words)), "batch": case.batch}
+    row["data"] = _problem(case)[1]
     rate = rate_over_repeats(case.summaries, "throughput")
     if not case.case.is_ok or not rate or not case.batch:
         return row
@@ -81,22 +83,22 @@ def rows(catalog: Catalog) -> Rows:
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
-    """A panel for each model, a line for each strategy and cluster."""
+    """A panel for each model and data, a line for each strategy and cluster."""
     known = table[table["relative_time"].notna()]
-    groups = list(known.groupby("model", sort=True))
+    groups = list(known.groupby(["model", "data"], sort=True))
     markers = series_style(table["label"])
     panels = grid_panels(canvas, len(groups), height_in=PANEL_IN)
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows, markers)
+    for axes, ((model, data), rows) in zip(panels, groups, strict=True):
+        _draw_problem(axes, f"{model} · {data}" if data else str(model), rows, markers)
     joint_legend(canvas, panels, n_columns=2)
     note_failures(canvas, table)
 
 
-def _draw_model(
-    axes: Axes, model: str, rows: pd.DataFrame, markers: dict[str, tuple[str, str]]
+def _draw_problem(
+    axes: Axes, name: str, rows: pd.DataFrame, markers: dict[str, tuple[str, str]]
 ) -> None:
     noise = rows["noise_scale_samples"].iloc[0]
-    axes.set_title(f"{model}: noise scale {noise:.3g} samples", fontsize=9)
+    axes.set_title(f"{name}: noise scale {noise:.3g} samples", fontsize=9)
     for label, points in rows.sort_values("batch").groupby("label", sort=False):
         value = points["relative_time"]
         axes.errorbar(
@@ -129,6 +131,6 @@ FIGURE = Figure(
     rows=rows,
     draw=draw,
     measured=("relative_time",),
-    unit=("model", "label"),
+    unit=("model", "data", "label"),
     most=24,
 )
