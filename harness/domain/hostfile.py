@@ -5,7 +5,6 @@ or misread a line (`node1:4`, `10.0.0.1 node1`), the error shows the line to wri
 names are validated here, so that no name can contain shell or ssh syntax.
 """
 
-import codecs
 import re
 import shlex
 from collections.abc import Iterable
@@ -200,7 +199,7 @@ def load_hostfile(path: Path) -> list[Host]:
         HostfileError: missing or malformed.
     """
     data = read_file(path, "hostfile", HostfileError, _MOST_BYTES, is_given=True)
-    if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if b"\0" in data:
         file = shlex.quote(str(path))
         raise HostfileError(
             f"{path} is UTF-16 or no text, which mpirun refuses: "

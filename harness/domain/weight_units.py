@@ -139,11 +139,7 @@ def plan_units(
 
 
 def unit_ends(
-    sizes: Sequence[float],
-    limit: float,
-    cuts: Collection[int] | None = None,
-    *,
-    is_freeing: bool = True,
+    sizes: Sequence[float], limit: float, cuts: Collection[int] | None, *, is_freeing: bool
 ) -> list[int]:
     """Cut a row of sizes into units, each of which ends with the size that reaches the limit.
 
@@ -187,11 +183,10 @@ def plan_visits(actions: Iterable[Action], units: Mapping[int, Unit]) -> list[Vi
 
     Args:
         actions: of a device of the units.
-        units: freed ones of one set of devices, by number.
+        units: freed ones of one set of devices, by number, in the order of their first use.
     """
-    forward = sorted(units, key=lambda number: (units[number].first, number))
     backward = sorted(units, key=lambda number: (units[number].last, number), reverse=True)
-    orders = {"forward": forward, "backward": backward, "weight": []}
+    orders = {"forward": list(units), "backward": backward, "weight": []}
     visits: list[Visit] = []
     for at, action in enumerate(actions):
         for number in orders[action.kind]:

@@ -39,7 +39,7 @@ class AdviceRequest:
         batch: global batch; None where each device gets `per_device_batch`.
         families: of strategies that may be used.
         overlap: gradients are synchronised during the backward pass.
-        reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
+        reduce_dtype: in which gradients are summed over devices, fp32, bf16 or int8.
         sync_every: steps between two averages of a parameter's replicas; 1: gradients are summed.
         known: plans that earlier runs have found or tried, on these machines or some.
         factor: on predictions of several devices, by the plans that were tried.

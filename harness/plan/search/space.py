@@ -107,7 +107,7 @@ class Space:
         for dim in dims:
             if shape[dim] >= n and dim != "width":
                 yield {dim: n}
-        if n > 1 and may_have_copies(self._costs.graph.operators[op]):
+        if may_have_copies(self._costs.graph.operators[op]):
             yield {REPLICA: n}
         if SAMPLE in dims:
             shares = self._shares(op, devices)
