@@ -275,6 +275,13 @@ def test_equal_nodes_are_interchangeable():
     devices = enumerate(tesla().devices)
     unlike = tesla().with_devices(msgspec.structs.replace(d, kind=f"kind {k}") for k, d in devices)
     assert len(sets_of(unlike, [1.0] * 5)) == 31
+    # Six have 63 sets, of which each alone and the fastest are priced.
+    six = Cluster.uniform(6, 1, inside_bytes_per_s=1e9, memory_bytes=1)
+    six = six.with_devices(
+        msgspec.structs.replace(d, kind=f"kind {k}") for k, d in enumerate(six.devices)
+    )
+    found = sets_of(six, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    assert found == [(5,), (4,), (3,), (2,), (1,), (0,), (4, 5), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)]
     many = Cluster.uniform(64, 1, inside_bytes_per_s=1e9, memory_bytes=1)
     assert [len(one) for one in sets_of(many, [1.0] * 64)] == [1, 2, 4, 8, 16, 32, 64]
     one_node = Cluster.uniform(1, 4, inside_bytes_per_s=1e9, memory_bytes=1)
@@ -491,6 +498,19 @@ def test_strategies_of_one_device_do_not_say_that_others_do_not_fit(results, pri
     said = printed("advise", results, "--batch-size 16 --strategies single").out
     assert "too, no strategy of --strategies fits." in said
     assert "--batch-size 16 --results" in said
+
+
+def test_machines_and_batches_are_compared_by_money_and_noise(results, printed):
+    (results / "cluster.json").write_bytes(part_of(tesla(), [0, 4]).to_json())
+    nodes = "[ecetesla0]\nwatts = 360\n[ecetesla4]\nwatts = 36\n"
+    (results / "lab.toml").write_text(f'currency = "EUR"\nkwh_price = 0.5\n{nodes}')
+    flags = "--batch-size 16 --strategies single --noise-scale 1000 --prices"
+    said = printed("advise", results, flags, results / "lab.toml").out
+    # A GTX 1070 takes 2 x 0.209 s for 16 samples, and draws a tenth.
+    assert "\nCheapest: ecetesla4 alone, 0.131 EUR per million samples.\n" in said
+    (row,) = (line for line in said.splitlines() if re.match("ecetesla0 +single +209 ms", line))
+    assert row.split()[-2:] == ["1.31", "0.654"]  # 360 W for 0.209 s x 1e6 / 16, at 0.5 EUR a kWh
+    assert "gradient noise scale: 1000 samples" in said
 
 
 def test_the_comparison_ends_in_advice(results, capfd):

@@ -34,7 +34,7 @@ from harness.plan.importing.times import (
 from harness.plan.portfolio import search_portfolio
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.report import binding, events, explain, sent_bytes
+from harness.plan.simulate.report import binding, events, explain, sent_bytes, spans
 from harness.plan.simulate.sharded_state import gather_seconds
 
 # Two nodes of two devices, and samples on all of them.
@@ -45,23 +45,23 @@ FOUR = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "peak_bytes", "sent"),
+    ("state", "complete_s", "optimizer_s", "static_bytes", "peak_bytes", "sent"),
     [
         # All-reduces of 2.5 s and 5 s end at 11 s.
-        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120, 16 + 8, 120),
+        ("none", 11.0, 12.0, 120 + 120 + 120, 16 + 8, 120),
         # New weights of a arrive at 2.5 s, those of b at 3.75 s; each device updates half of all
         # rows. Reduce-scatters of 1.25 s (6.75 s to 8 s) and 2.5 s; while the bucket of 80 B is
         # filled, that of 40 B is sent and received, and b's activations are freed.
-        ("gradients", 10.5, 6.0, 0.0, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
+        ("gradients", 10.5, 6.0, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
         # The same, because the one microbatch is the last.
-        ("optimizer", 10.5, 6.0, 0.0, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
+        ("optimizer", 10.5, 6.0, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
         # a is gathered until 2.5 s, b until 3.75 s, and a again beside the backward of b; gradients
         # of b are summed until 8 s, those of a until 10.5 s. Both units are in memory at once.
-        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 40 + 60),
+        ("parameters", 10.5, 6.0, 60 + 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 40 + 60),
     ],
 )
 def test_each_device_keeps_half_of_the_sharded_state(
-    state, complete_s, optimizer_s, gather_s, static_bytes, peak_bytes, sent
+    state, complete_s, optimizer_s, static_bytes, peak_bytes, sent
 ):
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
     cluster = Cluster.uniform(2, 1, inside_bytes_per_s=16.0, memory_bytes=10**6)
@@ -69,36 +69,35 @@ def test_each_device_keeps_half_of_the_sharded_state(
     out = found.outcome
     assert out.device_end_s.tolist() == [complete_s] * 2
     assert out.optimizer_s.tolist() == [optimizer_s] * 2
-    assert out.gather_s.tolist() == [gather_s] * 2
+    assert out.gather_s.tolist() == [0.0] * 2
     assert out.static_bytes.tolist() == [static_bytes] * 2
     assert out.memory_bytes.tolist() == [static_bytes + peak_bytes] * 2
-    assert found.step_s == complete_s + optimizer_s + gather_s
-    assert binding(found).get("all-gather of weights", 0.0) == gather_s
+    assert found.step_s == complete_s + optimizer_s
     assert sent_bytes(found) == [sent] * 2
 
 
 @pytest.mark.parametrize(
-    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "sent"),
+    ("state", "complete_s", "optimizer_s", "static_bytes", "sent"),
     [
         # A ring of four, in which a node sends 1.5 times 120 B at 4 B/s.
-        ("none", 46.75, 12.0, 0.0, 120 + 120 + 120, 180),
+        ("none", 46.75, 12.0, 120 + 120 + 120, 180),
         # Each updates half of all rows and gets the other half from its node, at 16 B/s: until 2.5
         # s that of a, until 3.75 s that of b. From 5.25 s on, 40 B of gradients: 1.25 s within
         # nodes, and two rings of 20 B between them, 10 s; then 80 B.
-        ("gradients_in_node", 39.0, 6.0, 0.0, 120 + 60 + 60, 120),
+        ("gradients_in_node", 39.0, 6.0, 120 + 60 + 60, 120),
         # The same from 6.25 s on, when a has been gathered again.
-        ("parameters_in_node", 40.0, 6.0, 0.0, 60 + 120 + 60 + 60, 120),
+        ("parameters_in_node", 40.0, 6.0, 60 + 120 + 60 + 60, 120),
     ],
 )
 def test_each_node_keeps_the_whole_state_that_is_sharded_within_nodes(
-    state, complete_s, optimizer_s, gather_s, static_bytes, sent
+    state, complete_s, optimizer_s, static_bytes, sent
 ):
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
     found = simulate_chain(FOUR, FOUR, TWO_NODES, options=options, shard_state=state)
     out = found.outcome
     assert out.device_end_s.tolist() == [complete_s] * 4
     assert out.optimizer_s.tolist() == [optimizer_s] * 4
-    assert out.gather_s.tolist() == [gather_s] * 4
+    assert out.gather_s.tolist() == [0.0] * 4
     assert out.static_bytes.tolist() == [static_bytes] * 4
     assert sent_bytes(found) == [sent] * 4
 
@@ -136,6 +135,14 @@ def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them
     )
     assert sent_bytes(summed) == [120] * 4
     assert sent_bytes(averaged) == [120 / 4] * 4
+    # After the optimizer, all 120 B are gathered at 16 B/s where they are not before each use.
+    kept = simulate_chain(
+        FOUR, FOUR, TWO_NODES, options=options.averaging(4), shard_state="optimizer_in_node"
+    )
+    assert kept.outcome.gather_s.tolist() == [60 / 16] * 4
+    assert binding(kept)["all-gather of weights"] == 60 / 16
+    assert kept.step_s == kept.outcome.device_end_s.max() + 60 / 16
+    assert [own[-2].duration_s for own in spans(kept).values()] == [60 / 16] * 4
     # The average is one more state: half of 120 B on each device.
     static = summed.outcome.static_bytes + 60
     assert averaged.outcome.static_bytes.tolist() == static.tolist()

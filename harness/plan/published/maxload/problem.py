@@ -124,14 +124,12 @@ def _free_moves(problem: LoadProblem) -> list[int]:
         for i in value.operators:
             common[i] = common.get(i, set(value.operators)) & set(value.operators)
     into = list(range(problem.n_operators))
-    taken: set[int] = set()
     for i, consumers in enumerate(problem.consumers):
         near = [*problem.producers[i], *consumers]
-        if problem.seconds[i] == 0 and len(near) == 1 and i not in taken:
+        if problem.seconds[i] == 0 and len(near) == 1:
             [other] = near
             if into[other] == other and other in common.get(i, {other}):
                 into[i] = other
-                taken.add(other)
     return into
 
 

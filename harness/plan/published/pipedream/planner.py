@@ -190,7 +190,7 @@ def pipeline_strategy(
     batch = request.batch or graph.batch or smallest
     widest = max(len(stage.devices) for stage in placed)
     batch = batch if batch >= widest else smallest
-    n_microbatches = max(1, min(n_microbatches, batch // widest))
+    n_microbatches = min(n_microbatches, batch // widest)
     return Strategy(
         name=name,
         batch=batch,

@@ -5,13 +5,13 @@ import math
 import random
 
 import pytest
-from made_graphs import links_between, profile_of
+from made_graphs import layers, links_between, profile_of, request_of
 from made_runs import cluster_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.errors import ClusterError
-from harness.plan.published.pipedream.planner import _workers, levels_for
+from harness.plan.published.pipedream.planner import _workers, levels_for, pipeline_strategy
 from harness.plan.published.pipedream.problem import (
     OperatorDag,
     data_parallel_s,
@@ -19,7 +19,12 @@ from harness.plan.published.pipedream.problem import (
     n_in_flight,
     workload_from,
 )
-from harness.plan.published.pipedream.search import PipelineProblem, device_stages, search
+from harness.plan.published.pipedream.search import (
+    DeviceStage,
+    PipelineProblem,
+    device_stages,
+    search,
+)
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 
@@ -213,6 +218,24 @@ def test_device_with_too_little_memory_for_everything_makes_a_pipeline():
     found = solve(work, levels_of([2], [1e9], enough))
     assert [s.n_replicas for s in found.stages] == [1, 1]
     assert solve(work, levels_of([2], [1e9], enough - 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "written", "n_microbatches"), [(64, 64, 2), (3, 3, 1), (1, 4, 2)]
+)
+def test_a_strategy_has_a_microbatch_for_each_stage_that_its_replicas_can_share(
+    batch, written, n_microbatches
+):
+    graph, profile = layers(2, batch=batch)
+    request = request_of(graph, profile)
+    placed = [
+        DeviceStage(operators=[k], devices=devices, in_flight=1, memory_bytes=0)
+        for k, devices in enumerate([[0, 1], [2]])
+    ]
+    workload = workload_from(graph, profile, "device")
+    found = pipeline_strategy(request, workload, placed, name="pipedream")
+    assert (found.batch, found.n_microbatches) == (written, n_microbatches)
+    assert found.schedule == ("1f1b" if n_microbatches > 1 else "gpipe")
 
 
 def test_many_parallel_branches_are_planned_without_listing_every_cut():
