@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from harness.plan.search.pipelines import MOST_SEGMENTS, merge_operators
 from harness.plan.search.stage_chains import (
     Links,
     Pipeline,
@@ -129,3 +130,14 @@ def test_along_an_order_groups_are_neighbours():
     chains = chains_along((2, 0, 1), 2)
     assert {(2,), (0, 2)} == {walk[0] for walk in walks(chains)}
     assert {((2,), (0, 1)), ((2,), (0,), (1,)), ((0, 2), (1,))} < set(walks(chains))
+
+
+def test_many_operators_become_runs_of_about_equal_time():
+    placed, seconds = list(range(10, 110)), np.array([20.0, *[1.0] * 99])
+    runs = merge_operators(placed, seconds)
+    assert list(itertools.chain(*runs)) == placed
+    assert len(runs) == MOST_SEGMENTS
+    ends = np.cumsum([len(run) for run in runs])
+    # Behind the long operator, runs of one operator catch up with an equal share for each.
+    reached = seconds.cumsum()[ends - 1]
+    assert reached[9:] == pytest.approx(119 * np.arange(10, 41) / MOST_SEGMENTS, abs=1.0)

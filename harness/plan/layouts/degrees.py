@@ -232,7 +232,8 @@ def check_devices(layout: ParallelLayout, cluster: Cluster) -> None:
     devices = layout.devices
     if devices is not None and (len(devices) != n or len(set(devices)) != n):
         raise StrategyError(
-            f"layout {layout.name} needs {n} distinct devices, devices names {len(set(devices))}"
+            f"layout {layout.name} needs {n} distinct devices, devices names "
+            f"{'-'.join(map(str, devices))}: name each device once"
         )
     if devices is not None and max(devices) >= cluster.n_devices:
         raise StrategyError(

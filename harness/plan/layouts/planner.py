@@ -163,7 +163,7 @@ class LayoutSearch:
 
     def single_s(self) -> float:
         """Of the batch on one device, in the best size of microbatch, whatever it needs."""
-        alone = ParallelLayout(tp=1, dp=1, pp=1)
+        alone = ParallelLayout()
         sizes = self._sizes(self.batch)
         return min(self._price(alone, self.batch // n, 0, "none").step_s for n in sizes)
 

@@ -420,6 +420,9 @@ def test_unlike_nodes_are_refused():
     renamed = Cluster(nodes=[cluster().nodes[1], other], links=[])
     with pytest.raises(PlanError, match="equal nodes"):
         run("layouts", request(renamed))
+    unlinked = Cluster(nodes=cluster().nodes, links=[])
+    with pytest.raises(PlanError, match="lacks links of its first node"):
+        run("layouts", request(unlinked))
 
 
 GRAPH = chain_graph("chain", [PlannedLayer(f"l{k}", 8, 8) for k in range(4)], 8, 4)
@@ -507,7 +510,8 @@ def test_bad_text_is_refused(text, message):
         (ParallelLayout(pp=2, cuts=(4,)), "cannot be cut at 4"),
         (ParallelLayout(pp=2, cuts=(1, 2)), "cannot be cut at 1-2"),
         (ParallelLayout(dp=2, shares=(1,)), "2 replicas and 1 shares"),
-        (ParallelLayout(dp=2, devices=(1, 1)), "needs 2 distinct devices"),
+        (ParallelLayout(dp=2, devices=(1, 1)), "needs 2 distinct devices, devices names 1-1"),
+        (ParallelLayout(dp=2, devices=(0, 1, 1)), "needs 2 distinct devices, devices names 0-1-1"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(layout, message):
