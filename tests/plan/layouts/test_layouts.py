@@ -355,7 +355,7 @@ def test_memory_decides_where_it_binds():
     single_s = BATCH * 8 * 3 * 1.05e-3
     assert free.speedup_over_single == pytest.approx(single_s / free.predicted_step_s)
     needed = max(free.memory_bytes.values())
-    less = run("layouts", request(cluster(memory_bytes=needed - 1)))
+    less = run("layouts", dataclasses.replace(asked, memory_bytes=needed - 1))
     assert max(less.memory_bytes.values()) < needed
     assert less.predicted_step_s >= free.predicted_step_s
     assert "data parallel does not fit into memory: it needs" in less.explanation[1]
