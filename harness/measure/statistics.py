@@ -36,8 +36,7 @@ class Summary:
         coverage: the probability that [low, high] holds the median (0 for a single sample).
         cv: standard deviation (n - 1) over mean; 0 for a single sample.
         p95: 95th percentile, linearly interpolated.
-        warnings: reasons to distrust the numbers.
-        noise: those of the warnings that are about the spread.
+        noise: reasons to distrust the numbers because of their spread.
     """
 
     median: float
@@ -49,7 +48,6 @@ class Summary:
     min: float
     max: float
     coverage: float
-    warnings: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()
 
 
@@ -142,26 +140,19 @@ def _noise(array: np.ndarray, cv: float) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def _doubts(
-    array: np.ndarray, noise: tuple[str, ...], coverage: float, shortest: float
-) -> tuple[str, ...]:
-    """The warnings of pyperf's `check`, and one of too few samples for the interval."""
-    few = f"{array.size} samples are too few for a 99 % interval (8 needed): their range is shown"
-    short = f"samples are shorter than {shortest * 1e3:g} ms"
-    return (
-        *((few,) if coverage < CONFIDENCE else ()),
-        *noise,
-        *((short,) if np.median(array) < shortest else ()),
-    )
+def distrust(durations: Summary) -> list[str]:
+    """Reasons to distrust durations: the warnings of pyperf's `check`, and too few samples."""
+    few = f"{durations.n} samples are too few for a 99 % interval (8 needed): their range is shown"
+    short = f"samples are shorter than {TOO_SHORT_S * 1e3:g} ms"
+    return [
+        *([few] if durations.coverage < CONFIDENCE else []),
+        *durations.noise,
+        *([short] if durations.median < TOO_SHORT_S else []),
+    ]
 
 
-def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summary:
-    """Summarise samples of one quantity.
-
-    Args:
-        values: finite samples, in any order.
-        shortest: warn of a median below it as too short to time; the default suits seconds,
-            other quantities pass 0.
+def summarize(values: Sequence[float]) -> Summary:
+    """Summarise finite samples of one quantity, in any order.
 
     Raises:
         ValueError: empty or not finite.
@@ -170,7 +161,6 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
     first, last, coverage = median_interval_ranks(array.size)
     mean = float(array.mean())
     cv = float(array.std(ddof=1) / abs(mean)) if array.size > 1 and mean != 0 else 0.0
-    noise = _noise(array, cv)
     return Summary(
         median=float(np.median(array)),
         low=float(array[first]),
@@ -181,8 +171,7 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
         min=float(array[0]),
         max=float(array[-1]),
         coverage=coverage,
-        warnings=_doubts(array, noise, coverage, shortest),
-        noise=noise,
+        noise=_noise(array, cv),
     )
 
 
@@ -197,7 +186,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Summary:
         raise ValueError(f"{above.size} and {below.size} samples do not pair: measure them in turn")
     if (below <= 0).any():
         raise ValueError("paired_ratio divides by the second samples: they must be above 0")
-    return summarize((above / below).tolist(), shortest=0.0)
+    return summarize((above / below).tolist())
 
 
 def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float, float]:

@@ -228,7 +228,7 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     """One summary of several repeats: the repeat is the unit; a single one keeps its samples."""
     if len(summaries) == 1:
         return summaries[0]
-    return summarize([summary.median for summary in summaries], shortest=0)
+    return summarize([summary.median for summary in summaries])
 
 
 def batch_of(run: RunNumbers, summary: TrainingSummary) -> float | None:

@@ -82,7 +82,7 @@ class Comparison:
 
 def _whole(times: Sequence[Timed]) -> Timed:
     """Median and interval over runs; of fewer than FEWEST the widest that their own give."""
-    over = summarize([time.median for time in times], shortest=0)
+    over = summarize([time.median for time in times])
     if len(times) < FEWEST:
         return Timed(over.median, min(t.low for t in times), max(t.high for t in times))
     return Timed(over.median, over.low, over.high)

@@ -99,7 +99,7 @@ def matmul_table(run: Run) -> list[MatmulRow]:
             times = _positive(samples)
             if not times:
                 continue
-            time, dtype = summarize(times, shortest=0), str(labels[3])
+            time, dtype = summarize(times), str(labels[3])
             m, n, k = (int(str(size)) for size in labels[:3])
             rows.append(
                 MatmulRow(
@@ -154,7 +154,7 @@ def memory_table(run: Run) -> list[MemoryRow]:
             for (n_bytes,), samples in _by_labels(samples_of(records, metric), "n_bytes").items():
                 times = _positive(samples)
                 if times:
-                    time = summarize(times, shortest=0)
+                    time = summarize(times)
                     traffic = n_arrays * int(str(n_bytes))
                     rows.append(
                         MemoryRow(
@@ -192,7 +192,7 @@ def peaks_of(tables: Iterable[tuple[Headed, Iterable[MatmulRow]]]) -> dict[PeakK
         for (rank, dtype), rate in by_rank.items():
             info = info_of(run, rank)
             best[info.device_kind, info.n_cores, dtype].append(rate)
-    return {key: summarize(rates, shortest=0).median for key, rates in best.items()}
+    return {key: summarize(rates).median for key, rates in best.items()}
 
 
 def sum_of_peaks(
@@ -273,7 +273,7 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
                 name: known_median(found[labels].get(at, {}).get(ranks[at]) for at in timed)
                 for name, found in parts.items()
             }
-            rows.append(_summa_row(labels, summarize(list(timed.values()), shortest=0), of_parts))
+            rows.append(_summa_row(labels, summarize(list(timed.values())), of_parts))
     rows.sort(key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks))
     return with_efficiency(rows, run.header.ranks, peaks)
 

@@ -92,7 +92,7 @@ def collective_table(run: Run) -> list[CollectiveRow]:
         slowest = (max(by_rank.values()) for by_rank in iterations.values())
         times = [time_s for time_s in slowest if time_s >= SHORTEST_S]
         if times and n_bytes > 0:
-            time = summarize(times, shortest=0)
+            time = summarize(times)
             rows.append(
                 CollectiveRow(
                     operation=operation,
@@ -155,7 +155,7 @@ def _link_matrix(
         shortest[source, target], middle[source, target] = min(values), np.median(values)
     n_bytes = max((key[2] for key in transfers), default=0)
     largest = {
-        (source, target): summarize(values, shortest=0)
+        (source, target): summarize(values)
         for (source, target, size), values in transfers.items()
         if size == n_bytes
     }

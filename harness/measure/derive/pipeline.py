@@ -148,6 +148,6 @@ def pipeline_summary(run: Run) -> PipelineSummary | None:
     return PipelineSummary(
         n_microbatches=1 + max(span.microbatch or 0 for span in spans),
         stages=stages,
-        bubble=summarize(means, shortest=0),
+        bubble=summarize(means),
         bubble_by_rank={rank: median(shares.values()) for rank, shares in idle.items()},
     )

@@ -23,7 +23,7 @@ from harness.measure.derive.steps import (
     step_times,
     values_by_step,
 )
-from harness.measure.statistics import Summary, summarize
+from harness.measure.statistics import Summary, distrust, summarize
 from harness.measure.store import Run
 
 _LONGEST_PLAN = 400  # characters
@@ -205,8 +205,7 @@ def _duration(times_s: Sequence[float], still_s: Sequence[float]) -> Summary:
     """Of all steps; of a run that changed its strategy their mean, whose spread is no noise."""
     if not still_s:
         return summarize(times_s)
-    mean_s = (sum(times_s) + sum(still_s)) / len(times_s)
-    return dataclasses.replace(summarize([mean_s]), warnings=())
+    return summarize([(sum(times_s) + sum(still_s)) / len(times_s)])
 
 
 def add_mfu_of_measured_peak(
@@ -354,8 +353,9 @@ def _learned(run: Run) -> dict[str, float]:
 
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
-    texts = summary.duration.warnings if summary.duration else ()
-    doubts = [Doubt(DoubtKind.SPREAD, text) for text in texts]
+    doubts = []
+    if summary.duration and summary.are_steps_judged:
+        doubts += [Doubt(DoubtKind.SPREAD, text) for text in distrust(summary.duration)]
     doubts += outlier_doubts(summary.outlier_steps, summary.unit)
     for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
         text = f"rank {rank.rank} ({rank.info.hostname}) is a straggler"
