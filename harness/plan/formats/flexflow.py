@@ -13,7 +13,7 @@ name, else by kind and order.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -105,14 +105,6 @@ class Entry(msgspec.Struct, frozen=True):
         return self.dims if order == "samples_first" else self.dims[::-1]
 
 
-class TextEntries(list[Entry]):
-    """Entries with the text that they were read from, so that it can be written as it was."""
-
-    def __init__(self, entries: Iterable[Entry], text: str) -> None:
-        super().__init__(entries)
-        self.text = text
-
-
 def _are_sizes(values: Sequence[int], at_least: int) -> bool:
     return all(at_least <= value < _MOST_DEVICES for value in values)
 
@@ -166,7 +158,7 @@ def print_console(entries: Sequence[Entry]) -> str:
     )
 
 
-def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> TextEntries:
+def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> list[Entry]:
     """Read the text file.
 
     Raises:
@@ -206,16 +198,11 @@ def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> TextEntr
             f"{source} goes on with {shorten(left[0])} after its {len(entries)} operators"
         )
     check_names(entries, source)
-    return TextEntries(entries, text)
+    return entries
 
 
 def print_text(entries: Sequence[Entry]) -> str:
-    """Write the text file; an entry without a device type is on a GPU.
-
-    Entries that are as they were read are written as they were, spacing included.
-    """
-    if isinstance(entries, TextEntries) and list(parse_text(entries.text)) == list(entries):
-        return entries.text
+    """Write the text file; an entry without a device type is on a GPU."""
     lines = [str(len(entries))]
     for e in entries:
         lines += [e.name, str(e.device_type or 0)]

@@ -107,7 +107,7 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
         cluster = cluster_from(args)
         theirs = " of their own; the curves have theirs" if points else ""
         said.append(f"assumed: links have no latency{theirs}")
-    if not points and args.cluster is not None:
+    if not points:
         return cluster
     cluster = msgspec.structs.replace(cluster, collectives=points)
     if len(cluster.nodes) > 1 and (inside := cluster.curves(spans_nodes=False)):

@@ -381,9 +381,9 @@ def with_medians(points: Iterable[CollectivePoint]) -> list[CollectivePoint]:
 
 
 def thinned(points: Sequence[CollectivePoint]) -> list[CollectivePoint]:
-    """Points whose sizes grow by a tenth, for a curve with many; the last one stays."""
+    """Points of one curve whose sizes grow by a tenth; the last one stays."""
     found: list[CollectivePoint] = []
-    for point in sorted(points, key=lambda point: point.n_bytes):
+    for point in points:
         if not found or point.n_bytes >= 1.1 * found[-1].n_bytes:
             found.append(point)
     return [*found[:-1], points[-1]] if found else []
