@@ -96,7 +96,7 @@ def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
     sum_of_weights = sum(weights)
     exact = [total * weight / sum_of_weights for weight in weights]
     parts = [int(part) for part in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
+    by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
     for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
     return parts

@@ -59,15 +59,14 @@ def _to_tensor(transforms: Any) -> list[Any]:
 def open_cifar(
     name: str, data_dir: Path, image_size: int, *, is_held_out: bool = False
 ) -> ImageData:
-    """Open the training set of CIFAR-10 or CIFAR-100, or its test set, resized unless `image_size`
-    is 32.
+    """Open the training set of CIFAR-10 or CIFAR-100, or its test set, resized.
 
     Raises:
         DataError: the files are missing or damaged.
     """
     transforms = import_torchvision("transforms")
-    resize = [transforms.Resize((image_size, image_size))] if image_size != 32 else []
-    steps = transforms.Compose([*resize, *_to_tensor(transforms)])
+    resize = transforms.Resize((image_size, image_size))
+    steps = transforms.Compose([resize, *_to_tensor(transforms)])
     kind = import_torchvision("datasets").__dict__[name.upper()]
     try:
         whole = kind(str(data_dir), train=not is_held_out, transform=steps, download=False)
@@ -100,8 +99,7 @@ def open_digits(shape: tuple[int, ...], *, is_held_out: bool = False) -> MemoryD
     chosen = order[_N_DIGITS:] if is_held_out else order[:_N_DIGITS]
     images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8)[chosen] / 8 - 1
     n_channels, *size = shape
-    if size != [8, 8]:
-        images = functional.interpolate(images, size=size, mode="bilinear")
+    images = functional.interpolate(images, size=size, mode="bilinear")
     images = images.expand(-1, n_channels, -1, -1).contiguous()
     return MemoryData((images,), torch.from_numpy(labels).long()[chosen])
 

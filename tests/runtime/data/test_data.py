@@ -40,6 +40,11 @@ def test_parts_sum_to_the_whole_and_are_within_one_of_exact(total, weights):
         assert abs(part - total * weight / sum(weights)) < 1
 
 
+def test_the_largest_remainders_are_rounded_up():
+    assert split_by_weight(10, [3, 1, 1.5]) == [5, 2, 3]  # 5.45, 1.82, 2.73
+    assert split_by_weight(3, [1.0, 1.0]) == [2, 1]
+
+
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans())
 def test_every_epoch_gives_every_sample_to_one_rank(n_samples, shares, is_shuffled):
     plan = BatchPlan(n_samples=n_samples, shares=tuple(shares), is_shuffled=is_shuffled)
@@ -175,6 +180,8 @@ def test_cifar10_is_read_from_its_files(tmp_path, monkeypatch):
     assert float(batch.inputs[0][0, 0, 0, 0]) == pytest.approx((0 - 0.485) / 0.229)
     held_out = open_held_out("cifar10", options(tmp_path), IMAGES, 4)
     assert held_out.__getitems__([0, 1]).targets.tolist() == [5, 4]
+    small = replace(IMAGES, inputs=(InputSpec(name="images", shape=(3, 8, 8)),))
+    assert first_batch("cifar10", tmp_path, small)[1].inputs[0].shape == (4, 3, 8, 8)
 
 
 @pytest.mark.parametrize(
