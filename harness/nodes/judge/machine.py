@@ -130,8 +130,7 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
 def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
     """The usable cores are idle."""
     facts = report.facts
-    cores = facts.usable_cores
-    if cores is None or facts.n_cores is None:
+    if facts.n_cores is None:
         return unknown(_NOT_REPORTED, f"ssh {report.name} nproc")
     text = f"{facts.n_cores} cores" if facts.n_cores != 1 else "1 core"
     if facts.quota_cores is not None and facts.quota_cores < facts.n_cores:

@@ -273,7 +273,7 @@ def counted(flops, records):
 def test_a_straggler_is_slow_for_its_flops():
     # The second takes a third longer for a quarter more, the third 1.4 times as long for as much.
     ranks = [counted(4e9, one_step()), counted(5e9, one_step(stretch=1.3)),
-             counted(4e9, one_step(stretch=1.4))]  # fmt: skip
+             counted(4.1e9, one_step(stretch=1.4))]  # fmt: skip
     summary = training_summary(make_run(ranks))
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
 
