@@ -89,6 +89,26 @@ def test_torchtitan_takes_degrees_batches_and_layers():
     ]
 
 
+def test_replicas_alone_take_no_settings_of_pipelines():
+    assert args(planned("dp=2"), "megatron") == [
+        "--tensor-model-parallel-size=1",
+        "--pipeline-model-parallel-size=1",
+        "--micro-batch-size=4",
+        "--global-batch-size=16",
+        "--overlap-grad-reduce",
+    ]
+    assert args(planned("dp=2"), "torchtitan") == [
+        "--training.global_batch_size=16",
+        "--training.local_batch_size=4",
+        "--training.mixed_precision_param=float32",
+        "--parallelism.tensor_parallel_degree=1",
+        "--parallelism.pipeline_parallel_degree=1",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=1",
+        "activation-checkpoint:none",
+    ]
+
+
 def test_stages_without_layers_and_stages_in_turn_have_names():
     alone = planned("pp=3,cuts=1-8")
     assert "--pipeline-model-parallel-layout=E|tttttt|L" in args(alone, "megatron")
