@@ -27,11 +27,9 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A file system, with the directory for which it was looked up (path)."""
+    """A file system."""
 
-    path: str
     mount: str
-    total_bytes: int
     free_bytes: int
 
 

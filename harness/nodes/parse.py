@@ -127,10 +127,8 @@ def parse_disks(lines: Iterable[str]) -> tuple[Disk, ...]:
     for line in lines:
         match = _DISK.match(line)
         if match:
-            total, _, free, mount = match.groups()
-            disks[mount] = Disk(
-                path=mount, mount=mount, total_bytes=int(total) * 1024, free_bytes=int(free) * 1024
-            )
+            free, mount = match.groups()
+            disks[mount] = Disk(mount=mount, free_bytes=int(free) * 1024)
     return tuple(disks.values())
 
 
@@ -165,7 +163,7 @@ def parse_interfaces(sections: Sections) -> tuple[InterfaceFacts, ...]:
     return tuple(interfaces)
 
 
-_DISK = re.compile(r".*?\s([0-9]{1,18})\s+([0-9]{1,18})\s+([0-9]{1,18})\s+[^\s%]+%\s+(/.*)$")
+_DISK = re.compile(r".*?\s[0-9]{1,18}\s+[0-9]{1,18}\s+([0-9]{1,18})\s+[^\s%]+%\s+(/.*)$")
 _LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+([0-9]{1,9})")
 
 

@@ -39,7 +39,7 @@ class Hosts:
             load_1min=0.1,
             memory_total_bytes=32 * 2**30,
             memory_available_bytes=30 * 2**30,
-            disks=(Disk(path="/", mount="/", total_bytes=10**12, free_bytes=10**11),),
+            disks=(Disk(mount="/", free_bytes=10**11),),
             interfaces=(
                 InterfaceFacts(name="lo", networks=("127.0.0.1/8",), mtu_bytes=65536),
                 InterfaceFacts(

@@ -200,7 +200,7 @@ def test_each_broken_fact_has_its_verdict(hosts, check, changes, status, words):
     ],
 )
 def test_full_disks_are_found(hosts, mount, free_bytes, status):
-    disk = Disk(path=mount, mount=mount, total_bytes=10**12, free_bytes=free_bytes)
+    disk = Disk(mount=mount, free_bytes=free_bytes)
     assert hosts(1).facts(0, disks=(disk,)).judge("disk", 0)[0].status is status
 
 

@@ -126,8 +126,8 @@ def test_a_file_system_counts_once_and_names_may_hold_blanks():
         "/dev/vda 2000 0 2000 0% /",
     ]
     assert parse_disks(lines) == (
-        Disk(path="/mnt/my share", mount="/mnt/my share", total_bytes=1024000, free_bytes=614400),
-        Disk(path="/", mount="/", total_bytes=2048000, free_bytes=2048000),
+        Disk(mount="/mnt/my share", free_bytes=614400),
+        Disk(mount="/", free_bytes=2048000),
     )
 
 
