@@ -57,6 +57,11 @@ def tiny_norm(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
     )
 
 
+def tiny_random(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """The same, and dropout before."""
+    return nn.Sequential(nn.Dropout(0.2), tiny_norm(n_classes, n_channels, image_size))
+
+
 class Counting(nn.Module):
     """Something that has no shape before it is computed."""
 
@@ -158,7 +163,8 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     found = {"summary": summary, "losses": losses, "state": state, "squares": squares}
     if case.save_sharded:
         dist.barrier()  # all ranks have written
-        found["sharded"] = load_sharded(context.run_dir / "state")
+        sharded = load_sharded(context.run_dir / "state")
+        found["sharded"] = {**sharded, "loss_scale": str(sharded.get("loss_scale"))}
     return found
 
 

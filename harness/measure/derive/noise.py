@@ -5,14 +5,16 @@ Training, 2018, appendix A.1.
 """
 
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.domain.record import Record
 from harness.measure.derive.spans import samples_of
+from harness.measure.rank_records import Records
 from harness.measure.statistics import CONFIDENCE
 from harness.units import format_number
 
@@ -57,22 +59,47 @@ def samples_needed(batch: float, noise_scale: float) -> float:
 
 
 def noise_scale(records: Iterable[Record]) -> NoiseScale | None:
-    """The noise scale by rank 0's records; None without gradients of two numbers of samples."""
-    squares: dict[int, list[float]] = defaultdict(list)
+    """The noise scale by rank 0's records; None without gradients of two numbers of samples.
+
+    Of several points of a training, each stands for the measured steps nearest to it. The mean of
+    their scales N weights a step by its progress, B / (B + N) with batch B (appendix D), so it is
+    B times the sum of N / (B + N) over that of B / (B + N): the scale by mean squared norms
+    relative to those of a point's whole batches.
+    """
+    records = Records.of(records)
+    squares: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples_of(records, "gradient_square_norm"):
-        squares[int(str(sample.labels["n_distinct"]))].append(sample.value)
-    if len(squares) != 2:
+        squares[sample.step or 0][int(str(sample.labels["n_distinct"]))].append(sample.value)
+    points = {
+        step + 1: found
+        for step, found in sorted(squares.items())
+        if len(found) == 2 and any(found[max(found)])
+    }
+    if not points:
         return None
-    (few, of_few), (many, of_many) = sorted(squares.items())
+    first = min((record.step for record in records if record.step is not None), default=0)
+    at = np.array([*points])
+    n_steps = np.diff([first, *(at[1:] + at[:-1]) / 2, at[-1]])
+    few, many = sorted(next(iter(points.values())))
     draw = np.random.default_rng(0)
-    means = [
-        draw.choice(np.asarray(values), (_N_RESAMPLES, len(values))).mean(axis=1)
-        for values in (of_few, of_many)
-    ]
-    resampled = _scale(few, many, *means)
+
+    def relative(mean: Callable[[list[float]], np.ndarray]) -> np.ndarray:
+        ratios = [
+            mean(found[few]) / np.maximum(mean(found[many]), sys.float_info.min)
+            for found in points.values()
+        ]
+        weighted: np.ndarray = np.average(ratios, axis=0, weights=n_steps)
+        return weighted
+
+    def resampled(values: list[float]) -> np.ndarray:
+        means: np.ndarray = draw.choice(values, (_N_RESAMPLES, len(values))).mean(axis=1)
+        return means
+
+    found = _scale(few, many, relative(lambda values: np.mean(values, keepdims=True)))
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(resampled, [tail, 1 - tail], method="nearest")
-    found = _scale(few, many, np.mean(of_few, keepdims=True), np.mean(of_many, keepdims=True))
+    low, high = np.quantile(
+        _scale(few, many, relative(resampled)), [tail, 1 - tail], method="nearest"
+    )
     return NoiseScale(n_samples=float(found[0]), low=float(low), high=float(high))
 
 
@@ -86,10 +113,11 @@ def choose_scale(newest_first: Iterable[NoiseScale | None]) -> NoiseScale | None
     return newest
 
 
-def _scale(few: int, many: int, of_few: np.ndarray, of_many: np.ndarray) -> np.ndarray:
-    """By mean squared norms: a mean gradient of n samples has |G|^2 + S / n in expectation, where G
-    is the gradient, S the trace of the covariance of samples' gradients, and S / |G|^2 the scale.
+def _scale(few: int, many: int, ratio: np.ndarray) -> np.ndarray:
+    """By the mean squared norm of few samples' gradients over that of many: a mean gradient of n
+    samples has |G|^2 + S / n in expectation, where G is the gradient, S the trace of the covariance
+    of samples' gradients, and S / |G|^2 the scale.
     """
-    gradient = (many * of_many - few * of_few) / (many - few)
-    noise = np.maximum(0, (of_few - of_many) / (1 / few - 1 / many))
+    gradient = (many - few * ratio) / (many - few)
+    noise = np.maximum(0, (ratio - 1) / (1 / few - 1 / many))
     return np.where(gradient > 0, noise / np.where(gradient > 0, gradient, 1), math.inf)

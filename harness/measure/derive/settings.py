@@ -32,8 +32,8 @@ _CONTINUING = ("continues", "load_state", "asked_strategy")
 # a step.
 BETWEEN_STEPS = frozenset({
     *_CONTINUING, "steps", "epochs", "first_step", "until", "evaluate",
-    "evaluate_every", "held_out_dir", "no_sync_steps", "noise_steps", "profiler_steps",
-    "save_every", "save_model", "save_sharded",
+    "evaluate_every", "held_out_dir", "no_sync_steps", "noise_steps", "noise_every",
+    "profiler_steps", "save_every", "save_model", "save_sharded",
 })  # fmt: skip
 # Settings that tell where a run's files are, or how many runs there are.
 UNTELLING = (*_CONTINUING, "source", "samples_per_epoch", "repeats", "results", "run_name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +113,11 @@ class Engine(Protocol):
             This rank's part of the global batch's mean loss, detached, on the device; the sum
             over ranks is the mean.
         """
+        ...
+
+    def without_updates(self) -> AbstractContextManager[None]:
+        """Let the steps within, which are not muted, compute gradients and `Clip.norm` alone, such
+        that training goes on as if they had not run; DeepSpeed cannot."""
         ...
 
     @property

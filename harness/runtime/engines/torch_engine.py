@@ -13,7 +13,7 @@ DDP inspects a hook's annotations as objects, so this module must not postpone t
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import average_of, make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_replicas
+from harness.runtime.engines.standstill import without_updates
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 from harness.runtime.tracing.patches import without_values
@@ -202,6 +203,14 @@ class TorchEngine:
             average.update()
         phases.end()
         return loss.detach()
+
+    @contextlib.contextmanager
+    def without_updates(self) -> Iterator[None]:
+        scaler = self._precision.scaler
+        scale = scaler.state_dict()
+        with without_updates(self.optimizer, self.clip, self.model.buffers()):
+            yield
+        scaler.load_state_dict(scale)
 
     def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
         if is_muted and isinstance(self._replica, DistributedDataParallel):

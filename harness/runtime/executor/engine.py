@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.engines.phases import Phases
 from harness.runtime.engines.replicas import verify_copies
+from harness.runtime.engines.standstill import kept_alike, without_updates
 from harness.runtime.executor.cache.activations import Prefix
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
@@ -40,13 +41,7 @@ from harness.runtime.executor.program.segments import make_program
 from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
-from harness.runtime.executor.run.priming import (
-    is_needed,
-    kept_alike,
-    muted,
-    prime,
-    prime_update,
-)
+from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_update
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers
@@ -225,7 +220,7 @@ class ExecutorEngine:
         share = Share(n_local=len(self.samples), n_global=self.plan.strategy.batch)
         flights = self._feed.split(batch and batch.to(device), share, 1.0, is_asynchronous=False)
         actions = (action for action in self._timetable.step() if action.kind == "forward")
-        with kept_alike(runner.buffers(), device):
+        with kept_alike(runner.buffers()):
             runner.run(tuple(actions), flights)
         runner.forget()
         self._finish_sends()
@@ -290,6 +285,14 @@ class ExecutorEngine:
         self._timetable.advance()
         self._random.step += 1
         return self._runner.loss
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        scale, step = self.updating.scale.state(), self._random.step
+        with without_updates(self.optimizer, self.clip, self._runner.buffers()):
+            yield
+        self.updating.scale.load(scale)
+        self._random.step = step
 
     def _run(self, batch: Batch | None, share: Share) -> None:
         is_asynchronous = self.plan.is_asynchronous

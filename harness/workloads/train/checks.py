@@ -73,7 +73,7 @@ _AT_LEAST = {
     **dict.fromkeys((
         "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
         "n_ranks", "microbatches", "freeze_interval", "lr_step_size", "save_every", "rejoin",
-        "recompute_segments", "sync_every", "evaluate_every",
+        "recompute_segments", "sync_every", "evaluate_every", "noise_every",
     ), 1),
 }  # fmt: skip
 
@@ -224,6 +224,11 @@ def check_case(case: TrainCase) -> None:
 def _check_noise(case: TrainCase) -> None:
     """Refuse to measure the gradient noise scale where the norm of a batch's gradient is none."""
     if not case.noise_steps:
+        if case.noise_every:
+            raise ConfigError(
+                f"--noise-every {case.noise_every} is for --noise-steps, it is not given: drop the "
+                "flag, or add --noise-steps 64"
+            )
         return
     asked = f"--noise-steps {case.noise_steps}"
     if case.noise_steps < _FEWEST_NOISE_STEPS:

@@ -215,6 +215,9 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     """Number of extra steps after verification that measure the gradient noise scale: up to about
     this batch, a larger batch needs few more samples for the same loss (64 is a good number). The
     loss must be a mean over samples."""
+    noise_every: int | None = None
+    """--noise-steps: measure also after every so many measured steps; the scale is then its mean
+    over the training. Training stands still meanwhile, and is not changed."""
     profiler_steps: int = 0
     """Number of extra steps under torch.profiler after verification. Each rank writes their
     operators and kernels to rank<k>.pt.trace.json.gz in the run's directory on its host, and the

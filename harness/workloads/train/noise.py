@@ -1,4 +1,4 @@
-"""Steps with a learning rate of 0 that measure the gradient noise scale by any strategy.
+"""Steps without updates that measure the gradient noise scale by any strategy.
 
 Steps of different samples alternate with steps of few samples that repeat. The mean gradient of a
 batch in which each of n samples stands m times is that of n samples, so that batches of one size,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from harness.runtime.data import load_batches
 from harness.runtime.data.batch import BatchPlan
-from harness.runtime.engines.optimizers import set_rate
 from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.world import Context
 
@@ -64,34 +61,36 @@ def warn_of_masks(model: nn.Module) -> None:
         )
 
 
-def _gradient_norms(training: Training, context: Context, n_steps: int) -> Iterator[float]:
-    """The norm of the gradient of each step, while the model's parameters stay."""
-    engine, rank = training.engine, context.world.rank
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
-    most, engine.clip.most = engine.clip.most, math.inf
-    set_rate(engine.optimizer, 0.0)
+def _gradient_norms(training: Training, context: Context, n_steps: int, name: str) -> list[float]:
+    """The norm of the gradient of each step."""
+    engine, found = training.engine, []
     for step in range(n_steps):
-        engine.step(lambda: next(training.batches), training.share(step, rank))
+        engine.step(lambda: next(training.batches), training.share(step, context.world.rank))
         assert engine.clip.norm is not None, "the norm is asked for"
-        yield float(engine.clip.norm)
-    engine.clip.most = most
-    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        found.append(float(engine.clip.norm))
+        context.progress.update(name, step + 1, n_steps)
+    return found
 
 
-def record_gradients(training: Training, n_steps: int, context: Context) -> None:
+def record_gradients(training: Training, n_steps: int, context: Context, done: int) -> None:
     """Record the squared norm of the mean gradient of each of `n_steps` drawn batches, on rank 0,
-    with its number of samples; all ranks must call it."""
-    world, recorder, plan = context.world, context.recorder, training.plan
+    with its number of samples; training is as if they had not run. All ranks must call it.
+
+    Args:
+        done: measured steps so far.
+    """
+    world, recorder, plan, data = context.world, context.recorder, training.plan, training.data
     drawn = DrawnSamples(
-        n_samples=plan.n_samples, shares=plan.shares, positions=plan.positions, seed=plan.seed
-    )
-    batches = load_batches(training.data, drawn, world.rank, n_workers=0, device=world.device)
+        n_samples=plan.n_samples, shares=plan.shares, positions=plan.positions,
+        seed=plan.seed + done,
+    )  # fmt: skip
+    batches = (data.__getitems__(own).ready_for(world.device) for own in drawn.indices(world.rank))
     barrier()
-    with recorder.paused():
-        norms = list(
-            _gradient_norms(replace(training, plan=drawn, batches=batches), context, n_steps)
-        )
-    for step, norm in enumerate(norms if world.is_first else ()):
+    with recorder.paused(), training.engine.without_updates():
+        by_drawn = replace(training, plan=drawn, batches=batches)
+        norms = _gradient_norms(by_drawn, context, n_steps, f"noise steps after step {done}")
+    step = max(0, done - 1)
+    for number, norm in enumerate(norms if world.is_first else ()):
         if math.isfinite(norm):  # in fp16 gradients overflow while the loss scale is too large
-            recorder.sample("gradient_square_norm", norm**2, n_distinct=drawn.n_distinct(step))
+            n_distinct = drawn.n_distinct(number)
+            recorder.sample("gradient_square_norm", norm**2, step=step, n_distinct=n_distinct)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ class TrainLoop:
         evaluation: of the model between steps; None if it is not evaluated.
         keeper: saves the state; None if nothing does.
         first: the first measured step; above 0 without warm-up.
+        noise_steps, noise_every: as the flags.
 
     Attributes:
         training: replaced when the strategy changes.
@@ -64,8 +66,11 @@ class TrainLoop:
         evaluation: Evaluation | None = None,
         keeper: states.StateKeeper | None = None,
         first: int = 0,
+        noise_steps: int = 0,
+        noise_every: int | None = None,
     ) -> None:
         self.training, self._evaluation = training, evaluation
+        self._noise_steps, self._noise_every = noise_steps, noise_every
         self._changes, self._keeper = changes, keeper
         self._first = first
         self._context = context
@@ -133,6 +138,9 @@ class TrainLoop:
             epoch_s = time.perf_counter() - self._epoch_start_s
             recorder.sample("epoch_s", epoch_s, step=epoch - 1)
         self._evaluate(index)
+        done = index + 1
+        if self._noise_every and done % self._noise_every == 0 and done < self._n_steps:
+            self._stand_still(lambda: self.measure_noise(done))
         if last == 0:
             self._begin_epoch()
         if self._keeper is not None:
@@ -145,13 +153,22 @@ class TrainLoop:
         return self._losses.note
 
     def _evaluate(self, index: int) -> None:
-        """Record the evaluation after a step, if one is due; its time and bytes are no epoch's."""
+        """Record the evaluation after a step, if one is due."""
         if self._evaluation is None or (index + 1) % self._evaluation.interval(self.training.plan):
             return
-        recorder, start_s = self._context.recorder, time.perf_counter()
-        recorder.step = None
-        for metric, value in self._evaluation.measure(self.training.engine).items():
-            recorder.sample(metric, value, step=index)
+        evaluation, sample = self._evaluation, self._context.recorder.sample
+
+        def evaluate() -> None:
+            for metric, value in evaluation.measure(self.training.engine).items():
+                sample(metric, value, step=index)
+
+        self._stand_still(evaluate)
+
+    def _stand_still(self, act: Callable[[], None]) -> None:
+        """Act between steps; the time and bytes are no epoch's."""
+        start_s = time.perf_counter()
+        self._context.recorder.step = None
+        act()
         self._nic.advance()
         self._epoch_start_s += time.perf_counter() - start_s
 
@@ -179,13 +196,12 @@ class TrainLoop:
                 "and begin again without --resume"
             )
 
-    def measure_noise(self, n_steps: int) -> None:
-        """Run the steps of --noise-steps; the model's parameters stay."""
-        if not n_steps:
-            return
-        from harness.workloads.train.noise import record_gradients
+    def measure_noise(self, done: int) -> None:
+        """Run the steps of --noise-steps after so many measured steps."""
+        if self._noise_steps:
+            from harness.workloads.train.noise import record_gradients
 
-        record_gradients(self.training, n_steps, self._context)
+            record_gradients(self.training, self._noise_steps, self._context, done)
 
     def trace_kernels(self, n_steps: int) -> None:
         """Train further steps under torch.profiler, of full batches."""
@@ -310,7 +326,10 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         changes = StrategyChanges(case, context, planned, training)
     evaluation = Evaluation(case, context, training) if case.evaluate else None
     keeper = states.StateKeeper(case, context)
-    loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
+    loop = TrainLoop(
+        training, context, case.warm_up, changes, evaluation, keeper, case.first_step,
+        case.noise_steps, case.noise_every,
+    )  # fmt: skip
     is_last = case.until is None or case.until >= training.n_steps
     with keeper.surviving():
         loop.measure(training.n_steps if is_last else case.until or 0)
@@ -337,7 +356,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     if not is_last:
         return summary | {UNTIL: case.until}
     if changes is None:
-        loop.measure_noise(case.noise_steps)
+        loop.measure_noise(training.n_steps)
         loop.trace_kernels(case.profiler_steps)
         loop.measure_without_communication(case.no_sync_steps)
     return summary

@@ -47,6 +47,26 @@ def test_without_a_gradient_the_scale_is_unknown():
     assert samples_needed(32, math.inf) == 1
 
 
+def test_of_several_points_the_scale_is_the_mean_over_the_steps_by_their_progress():
+    few, many, first = 4, 32, 10  # of a run that goes on after 10 steps
+    at = {19: (8.0, 1.0), 29: (64.0, 3.0), 34: (1.0, 0.0)}  # noise and square of the gradient
+    steps = {19: 15.0, 29: 7.5, 34: 2.5}  # that are nearest
+    points = [
+        Sample(
+            metric="gradient_square_norm", value=square + noise / n, labels={"n_distinct": n},
+            step=step,
+        )
+        for step, (noise, square) in at.items() for n in (few, many)
+    ]  # fmt: skip
+    found = noise_scale([Sample(metric="loss", value=1.0, step=first), *points])
+    scales = {19: 8.0, 29: 64 / 3}  # without a gradient, samples are spent without progress
+    spent = [n * scales[k] / (many + scales[k]) for k, n in steps.items() if k in scales]
+    progress = [n / (many + scales[k]) for k, n in steps.items() if k in scales]
+    assert found.n_samples == pytest.approx((sum(spent) + steps[34]) / sum(progress))
+    assert found.low == found.high == pytest.approx(found.n_samples)
+    assert noise_scale(points[-2:]).n_samples == math.inf
+
+
 def test_equal_samples_have_no_noise():
     found = noise_scale(squares(0.0, 8))
     assert str(found) == "0"

@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import msgspec
+import planned_results
 import pytest
 import torch
-from local_ranks import run_on_ranks
+import train_on_ranks
+from local_ranks import largest_difference, run_on_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,6 +19,7 @@ from harness.runtime.data import open_data
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.files import data_options
 from harness.workloads.train.noise import DrawnSamples, warn_of_masks
+from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.setup import make_task
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train
@@ -40,7 +44,7 @@ def square(case, state, indices):
 def test_records_are_of_the_drawn_samples_and_parameters_stay():
     case = replace(CASE, steps=2)
     (found,), run = run_on_ranks(train_with_state, case, 1)
-    plan = DrawnSamples(n_samples=40, shares=(24,))
+    plan = DrawnSamples(n_samples=40, shares=(24,), seed=2)  # after 2 steps
     records = samples_of(run.ranks[0], "gradient_square_norm")
     assert [r.labels["n_distinct"] for r in records] == [24, 3] * 8
     for step, record in enumerate(records):
@@ -57,6 +61,32 @@ def train_with_state(case, context):
     """Train; the parameters as they are before the extra steps."""
     run_train(replace(case, save_model=True), context)
     return load_file(context.run_dir / "model.safetensors")
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured():
+    measured = replace(
+        CASE, model="train_on_ranks:tiny_random", steps=5, noise_every=2, n_ranks=2, strategy="ddp",
+        engine="executor", dtype="fp16", exact_dropout=True, ema=0.9, max_grad_norm=0.5,
+        save_sharded=True,
+    )  # fmt: skip
+    alone = replace(measured, noise_steps=0, noise_every=None)
+    of_torch = {"engine": "torch", "exact_dropout": False, "save_sharded": False}
+    cases = {  # the first training of a process draws further random numbers
+        "first": alone, "executor": measured, "executor alone": alone,
+        "torch": replace(measured, **of_torch), "torch alone": replace(alone, **of_torch),
+    }  # fmt: skip
+    write = partial(planned_results.write_inputs, search_config=search_config_of(alone), size=2)
+    (found, _), run = run_on_ranks(train_on_ranks.planned_trainings, cases, 2, write)
+    for name in ("executor", "torch"):
+        one, other = found[name], found[f"{name} alone"]
+        assert largest_difference(one["state"], other["state"]) == 0
+        assert one["summary"] == other["summary"]
+    one, other = (found[name]["sharded"] for name in ("executor", "executor alone"))
+    assert one["loss_scale"] == other["loss_scale"]
+    assert len(found["torch"]["squares"]) > 8  # after the last step, where none overflowed
+    before = Counter(r.step for r in samples_of(run.ranks[0], "gradient_square_norm"))
+    assert [*before] == [1, 3]
+    assert min(before.values()) > 16
 
 
 def test_dropout_is_warned_of_unless_its_probability_is_0(caplog):

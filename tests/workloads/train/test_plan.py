@@ -41,7 +41,7 @@ CASE = TrainCase(
 # fp32 sums in another order: 5 steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
 
-MEASURED = replace(CASE, engine="executor", noise_steps=16)
+MEASURED = replace(CASE, engine="executor", noise_steps=16, noise_every=2)
 
 # Stands for where the case before has saved its state.
 SAVED = Path("state")
@@ -92,8 +92,13 @@ def test_every_strategy_trains_what_one_device_trains(trained, name):
     assert found["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
     assert largest_difference(found["state"], expected["state"]) < TOLERANCE
     if CASES[name].noise_steps:
-        assert len(expected["squares"]) == MEASURED.noise_steps
+        assert len(expected["squares"]) == MEASURED.noise_steps  # after the last step
         assert found["squares"] == pytest.approx(expected["squares"], rel=1e-3)
+
+
+def test_measuring_the_noise_scale_on_the_way_changes_no_bit(trained):
+    digests = {trained[0][name]["summary"]["parameters_digest"] for name in ("ddp", "again")}
+    assert len(digests) == 1
 
 
 def test_the_parts_that_ranks_wrote_are_the_model_and_its_momenta(trained):

@@ -13,16 +13,16 @@ updates beside receives, in asynchronous training: by copies of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
+from harness.runtime.engines.standstill import kept_alike
 from harness.runtime.executor.gradients.sums import GradientSync
-from harness.runtime.executor.run.flight import random_state, repeated
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
@@ -49,8 +49,7 @@ def prime(
         weights: module whose gradients are cleared afterwards.
         update: primes an update; None if receives never wait beside one.
     """
-    device = channels.device
-    with kept_alike(runner.buffers(), device), muted(channels):
+    with kept_alike(runner.buffers()), muted(channels):
         sync.start_step(is_muted=True)
         run()
         sync.finish()
@@ -82,16 +81,3 @@ def muted(channels: Channels) -> Iterator[None]:
         settle(channels.device)
     finally:
         channels.is_muted = False
-
-
-@contextmanager
-def kept_alike(written: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Restore the contents of buffers, and the random state, on exit."""
-    buffers = list(written)
-    copies = [buffer.clone() for buffer in buffers]
-    try:
-        with repeated(random_state(device), device):
-            yield
-    finally:
-        for buffer, copied in zip(buffers, copies, strict=True):
-            buffer.copy_(copied)
