@@ -214,7 +214,7 @@ class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchF
     noise_steps: int = 0
     """Number of extra steps after verification that measure the gradient noise scale: up to about
     this batch, a larger batch needs few more samples for the same loss (64 is a good number). The
-    loss must be a mean over samples."""
+    loss must be a mean over samples or their targets."""
     noise_every: int | None = None
     """--noise-steps: measure also after every so many measured steps; the scale is then its mean
     over the training. Training stands still meanwhile, and is not changed."""

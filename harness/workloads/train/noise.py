@@ -61,13 +61,16 @@ def warn_of_masks(model: nn.Module) -> None:
         )
 
 
-def _gradient_norms(training: Training, context: Context, n_steps: int, name: str) -> list[float]:
-    """The norm of the gradient of each step."""
-    engine, found = training.engine, []
-    for step in range(n_steps):
-        engine.step(lambda: next(training.batches), training.share(step, context.world.rank))
+def gradient_norms(training: Training, context: Context, n_steps: int, name: str) -> list[float]:
+    """The norm of each step's mean gradient, over samples: gradients are means over targets, and
+    few samples with unlike numbers of them would weigh as much as others with more."""
+    engine, rank, found = training.engine, context.world.rank, []
+    shares = [training.share(step, rank) for step in range(n_steps)]
+    n_targets = sum(share.n_targets() for share in shares) / n_steps
+    for step, share in enumerate(shares):
+        engine.step(lambda: next(training.batches), share)
         assert engine.clip.norm is not None, "the norm is asked for"
-        found.append(float(engine.clip.norm))
+        found.append(float(engine.clip.norm) * share.n_targets() / max(1.0, n_targets))
         context.progress.update(name, step + 1, n_steps)
     return found
 
@@ -88,7 +91,7 @@ def record_gradients(training: Training, n_steps: int, context: Context, done: i
     barrier()
     with recorder.paused(), training.engine.without_updates():
         by_drawn = replace(training, plan=drawn, batches=batches)
-        norms = _gradient_norms(by_drawn, context, n_steps, f"noise steps after step {done}")
+        norms = gradient_norms(by_drawn, context, n_steps, f"noise steps after step {done}")
     step = max(0, done - 1)
     for number, norm in enumerate(norms if world.is_first else ()):
         if math.isfinite(norm):  # in fp16 gradients overflow while the loss scale is too large

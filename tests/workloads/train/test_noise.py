@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import planned_results
@@ -10,15 +11,18 @@ import pytest
 import torch
 import train_on_ranks
 from local_ranks import largest_difference, run_on_ranks
+from made_runs import world_of
 from safetensors.torch import load_file
 from torch import nn
 
 from harness.measure.derive.noise import noise_scale
 from harness.measure.derive.spans import samples_of
 from harness.runtime.data import open_data
+from harness.runtime.engines.engine import Clip, Share
+from harness.runtime.ranks.world import Progress
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.files import data_options
-from harness.workloads.train.noise import DrawnSamples, warn_of_masks
+from harness.workloads.train.noise import DrawnSamples, gradient_norms, warn_of_masks
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.setup import make_task
 from harness.workloads.train.table import train_text
@@ -61,6 +65,24 @@ def train_with_state(case, context):
     """Train; the parameters as they are before the extra steps."""
     run_train(replace(case, save_model=True), context)
     return load_file(context.run_dir / "model.safetensors")
+
+
+def test_samples_count_alike_where_they_have_unlike_numbers_of_targets():
+    """Of two samples with gradients 1 and 9, summed over 1 and 3 targets."""
+    counts = [(1, 1), (3, 3), (1, 3)]
+    engine = SimpleNamespace(clip=Clip(None))
+
+    def step(_, share):
+        total = sum({1: 1.0, 3: 9.0}[n] for n in share.counts)
+        engine.clip.norm = torch.tensor(total * share.weight)
+
+    engine.step = step
+    training = SimpleNamespace(
+        engine=engine, share=lambda at, _: Share(n_local=2, n_global=2, counts=counts[at])
+    )
+    context = SimpleNamespace(world=world_of(0, 1), progress=Progress(is_shown=False))
+    found = gradient_norms(training, context, 3, "noise steps")
+    assert found == pytest.approx([2 / 4, 18 / 4, 10 / 4])  # sums over the mean number of targets
 
 
 def test_training_goes_on_as_if_nothing_had_been_measured():
