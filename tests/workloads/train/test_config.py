@@ -170,6 +170,7 @@ def test_the_order_is_random_but_equal_on_every_rank():
          "--sync-every 8 averages replicas, and no run of single pp=2 on 4 ranks has several"),
         ({"profiler_steps": 3, "drift": True}, "--profiler-steps 3 is for one strategy, --drift"),
         ({"noise_steps": 16, "drift": True}, "--noise-steps 16 is for one strategy, --drift"),
+        ({"noise_every": 5}, "--noise-every 5 is for --noise-steps, it is not given: drop"),
         ({"noise_steps": 8}, "--noise-steps 8 are too few for an interval: give 16 or 0"),
         ({"noise_steps": 16, "batch_size": (1,), "strategy": ("single",)}, "raise --batch-size 1"),
         ({"noise_steps": 16, "sync_every": (8,)}, "a whole batch, and --sync-every gives none"),
