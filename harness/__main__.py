@@ -5,6 +5,7 @@ entry.sh starts it once per rank; without a launcher it is the only rank.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -19,6 +20,7 @@ if __name__ == "__main__":  # the imports below take seconds, and Ctrl-C would s
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the agent
+    gc.disable()  # until `_work`: modules stay, and looking for garbage among them takes a second
 
 import atexit
 import contextlib
@@ -165,6 +167,8 @@ def _work(
     from harness.runtime.ranks.rendezvous import meet
 
     _handle_signals()
+    gc.freeze()
+    gc.enable()
     name, config, options = parsed[0]
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 import time
 
 import pytest
@@ -112,7 +113,8 @@ def test_a_significant_difference_below_the_minimum_effect_is_the_same():
     assert judged.outcome == "same"
 
 
-def test_fewer_than_nine_repeats_are_inconclusive_and_say_how_many_more():
+def test_fewer_than_nine_repeats_are_inconclusive_and_say_how_many_more(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)  # whose import takes a second
     judged = verdict([1.0, 1.01, 0.99, 1.0], [2.0, 2.01, 1.99, 2.0])
     assert judged.outcome == "inconclusive"
     assert judged.n_more == 3  # seven of each is the first separation with p below 0.002

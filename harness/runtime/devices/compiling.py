@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -34,8 +34,8 @@ def compiled_by_torch(function: Callable[..., Any], device: torch.device) -> Cal
 
 def uncompiled(function: _Function) -> _Function:
     """The function, which runs as it is where a compiled one calls it."""
-    kept: _Function = torch.compiler.disable(function)
-    return kept
+    # As torch.compiler.disable, but without the import of torch._dynamo, which takes a second.
+    return cast(_Function, torch._disable_dynamo(function))
 
 
 def _check_compiler(device: torch.device) -> None:

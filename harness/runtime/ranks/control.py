@@ -120,8 +120,10 @@ class Control:
         return received
 
     def leave(self) -> None:
-        """End the exchange; rank 0, which serves the store, waits until all ranks have left."""
+        """End the exchange, after rank 0; it serves the store until all ranks have left."""
         with self._lost_store_explained():
+            if self.rank != 0:  # in MPI's own end they would spin while rank 0 makes the report
+                self._wait("left/0")
             self.store.set(f"left/{self.rank}", "1")
             if self.rank == 0:
                 for rank in range(self.size):

@@ -1,6 +1,7 @@
 import io
 import logging
 import shutil
+import sys
 import sysconfig
 
 import pytest
@@ -24,6 +25,11 @@ def test_a_compiled_module_draws_and_gives_what_the_module_does():
         call(x).sum().backward()
         found.append([parameter.grad for parameter in module.parameters()])
     torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def test_a_function_is_marked_as_uncompiled_without_the_import_of_the_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    compiling.uncompiled(lambda x: x)
 
 
 def test_the_log_of_a_compilation_goes_to_a_stream_that_is_open(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 from datetime import timedelta
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,16 @@ def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
         with pytest.raises(PeerError, match="rank 1 lost rank 0, which has ended") as error:
             control.read_failure("run")
         assert "\n" not in str(error.value)
+
+
+def test_no_rank_leaves_while_rank_0_works():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = Thread(target=Control(store.clone(), 1, 2).leave)
+    other.start()
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["left/1"], timedelta(seconds=0.1))
+    Control(store, 0, 2).leave()
+    other.join()
 
 
 def test_ranks_that_never_come_are_named():

@@ -1,5 +1,6 @@
 """A child that is killed, hangs or is stopped costs its own result and nothing else."""
 
+import gc
 import multiprocessing
 import operator
 import os
@@ -33,6 +34,8 @@ def test_a_value_comes_back():
 
 
 def start_a_process():
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
     process = multiprocessing.Process(target=int)
     process.start()
     process.join()
