@@ -22,8 +22,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
     os.environ.setdefault(name, "1")
 
+# Otherwise, as in many containers, each worker compiles the tests anew, and each rank the harness.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Most objects are those of torch and the tests, which stay: by default, looking for garbage among
 # them takes a tenth of the time.
+gc.disable()  # during the collection of tests
 gc.set_threshold(20_000)
 
 # Tests run side by side, so an example's time says nothing.
@@ -57,6 +61,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Leave what the collection has imported out of garbage collections."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
