@@ -56,8 +56,10 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on ranks of this machine, which import modules from `path` too."""
     modules = os.pathsep.join(map(str, (ROOT, *path)))
+    # A rank that waits in MPI yields its core, as entry.sh lets it.
+    environ = {"PYTHONPATH": modules, "OMPI_MCA_mpi_yield_when_idle": "1"}
     command = (MPIRUN, "--oversubscribe", "-np", n_ranks, *words)
-    return completed(*command, cwd=ROOT, timeout_s=timeout_s, PYTHONPATH=modules)
+    return completed(*command, cwd=ROOT, timeout_s=timeout_s, **environ)
 
 
 def entry(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:

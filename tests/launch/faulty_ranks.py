@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from made_runs import workload_of
 
+from harness.__main__ import _exit
 from harness.cases import Case
 from harness.errors import VerificationError
 from harness.launch import Launcher, SweepEnded
@@ -124,3 +125,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    _exit(0)

@@ -20,6 +20,7 @@ from made_graphs import links_between
 from made_runs import header_of
 from torch import fx, nn
 
+from harness.__main__ import _exit
 from harness.cases import Case, describe_cluster
 from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
@@ -221,3 +222,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    _exit(0)
