@@ -65,6 +65,12 @@ def test_numbers_as_names_are_taken():
     assert profile.measurements[1].forward_s == 1e-3
 
 
+def test_the_layout_of_one_operator_is_found(printed):
+    flags = "--cost layouts --topology 1x2 --bandwidth 1e9 --memory 12GB --batch-size 8"
+    found = printed("search", flags, "--profile", CASES / "d26-int-names.txt")
+    assert "best plan by layouts: 1.5 ms per step" in found.out
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

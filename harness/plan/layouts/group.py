@@ -159,7 +159,7 @@ class Group:
             crossing,
             sent,
             held,
-            np.array([(at[op], at[c]) for op in placed for c in readers[op]]).reshape(-1, 2).T,
+            np.array([(at[op], at[c]) for op in placed for c in readers[op]], int).reshape(-1, 2).T,
             [
                 ([at[op] for op in ops], float(tables.weight_bytes[ops[0]].max()))
                 for ops in tables.tied.values()
