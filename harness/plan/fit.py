@@ -241,8 +241,6 @@ class OperatorTimes:
         Raises:
             PlanError: the profile lacks the operator on that kind of device.
         """
-        if operator.kind == "input":
-            return OperatorTime(0.0, 0.0)
         shape = operator.shape if shape is None else shape
         curve = self._curve(operator, device_kind, dtype)
         if curve is None:
