@@ -267,10 +267,9 @@ class StateTransfer:
         is_on_device = bool(new.get("fused") or new.get("capturable"))
         for piece, parameter in self._after.owners.own.items():
             for key, value in first.get(piece.name, {}).items():
-                made = value
                 if _is_tensor(value):
                     made = torch.empty_like(parameter, dtype=value)
-                elif isinstance(value, Tensor):
+                else:
                     made = value.to(parameter.device if is_on_device else "cpu", copy=True)
                 self._after.optimizer.state[parameter][key] = made
 
@@ -320,10 +319,8 @@ def find_all_migrations(
     return weights, find_migrations(kept, wanted)
 
 
-def _summary(value: Any, shape: torch.Size) -> Any:
+def _summary(value: Tensor, shape: torch.Size) -> Tensor | torch.dtype:
     """A value as in an inventory; counters are on the host, because ranks have other devices."""
-    if not isinstance(value, Tensor):
-        return value
     return value.dtype if value.shape == shape else value.cpu()
 
 

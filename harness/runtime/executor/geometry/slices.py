@@ -60,7 +60,5 @@ class WeightSlice:
 
     def common(self, other: WeightSlice) -> WeightSlice | None:
         """The region that two slices of one tensor share; None if it is empty."""
-        if len(self.intervals) != len(other.intervals):
-            return None
         found = intersect(self.intervals, other.intervals)
         return None if found is None else replace(self, intervals=found)
