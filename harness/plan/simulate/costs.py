@@ -349,7 +349,8 @@ class Costs:
         operator = self.graph.operators[op]
         if operator.kind == "loss" and CONTRACTION in plan.partition:
             return self._loss_sums(op, plan)
-        if syncs_norms and operator.kind == "batch_norm" and operator.name not in self._frozen:
+        is_frozen = operator.name in self._frozen or operator.attrs.get("statistics") == "frozen"
+        if syncs_norms and operator.kind == "batch_norm" and not is_frozen:
             # In double: forward, sums and then squares; backward, the gradients of both.
             return tuple(
                 collective(op, self.n_devices, group, (8 * (b - a), 16 * (b - a)), (2, 1))

@@ -58,6 +58,7 @@ class Lowered:
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations, and of gradients that backward allocates.
         alone: (n_devices,) bytes of these gradients.
+        sum_bytes: (2, n_sums) bytes of each sum forward and backward, of the mean microbatch.
         saved: (n_devices,) bytes of weights that are freed between their uses.
         gathered: units of weights, by the last of the buckets' numbers.
     """
@@ -71,6 +72,7 @@ class Lowered:
     last: Ints
     peak: Floats
     alone: Floats
+    sum_bytes: Floats
     saved: Floats
     gathered: list[Unit]
 
@@ -109,6 +111,10 @@ def lower(
     edges = rows.edges
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
     sent_shares = np.where(crosses, options.activation_share, 1.0)
+    sums = rows.sum_columns()
+    sum_bytes = np.array(
+        [[s.size(way, tables.mean_size) * s.n_rounds[way] for s in edges.sums] for way in (0, 1)]
+    ) * [sums["sum_goes"], sums["sum_returns"]]
     work = Work(
         n_microbatches=flow.n_microbatches,
         device_of=rows.devices,
@@ -128,7 +134,7 @@ def lower(
         node_of=network.node_of,
         shares_links=options.overlap,
         host_s_per_byte=np.array([device.host_s_per_byte for device in simulator.cluster.devices]),
-        **rows.sum_columns(),
+        **sums,
         **reduction_columns(simulator, tables, buckets, gathers.units, shard_state),
     )
     return Lowered(
@@ -141,6 +147,7 @@ def lower(
         last=order.last,
         peak=order.peak,
         alone=alone.sum(axis=0),
+        sum_bytes=sum_bytes,
         saved=saved_bytes(weights if is_freeing else [], freed, n_devices),
         gathered=gathers.units,
     )
@@ -259,11 +266,14 @@ class _Rows:
     def sum_columns(self) -> dict[str, Any]:
         """Fields of `Work` about all-reduces within a microbatch."""
         sums, has_backward = self.edges.sums, self._simulator.returns
+        producers = self._tables.producers
         sources, targets = [total.sources for total in sums], [total.targets for total in sums]
         returns = [
             total.n_rounds[1] > 0
-            and bool(has_backward[total.operator] or (total.is_collective and total.passes is None))
+            # Those of statistics, of the gradient of a batch norm's input.
+            and has_backward[producers[k] if total.is_statistics else k].any()
             for total in sums
+            for k in (total.operator,)
         ]
         return {
             "sum_is_collective": np.array([total.is_collective for total in sums], dtype=np.bool_),

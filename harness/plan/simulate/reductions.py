@@ -75,13 +75,11 @@ def reduction_columns(
 
 
 def _sum(network: Network, total: Sum, way: int, mean_size: float) -> _Priced:
-    """The price of a sum or of messages; their bytes and seconds are of the largest microbatch."""
-    n_bytes, n_rounds = total.n_bytes[way], total.n_rounds[way]
+    """The price of a sum or of messages of the mean microbatch."""
+    size, n_rounds = total.size(way, mean_size), total.n_rounds[way]
     if total.passes is None:
-        size = n_bytes if total.is_collective else round(n_bytes * mean_size)
         return _all_reduce(network, total.group, size, n_rounds)
     rounds, hidden_s = total.passes[way]
-    size = round(n_bytes * mean_size)
     price = network.pass_around(total.group, size, rounds, hidden_s * mean_size)
     return _Priced(total.group, price, 1.0, 2.0 * n_rounds * size)
 

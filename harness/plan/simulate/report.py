@@ -113,7 +113,7 @@ def _sum(simulation: Simulation, number: int) -> _Work:
     microbatch, k = divmod(rest, len(lowered.edges.sums))
     one = lowered.edges.sums[k]
     fields = _fields(simulation, one.operator, microbatch)
-    fields["n_bytes"] = one.n_bytes[back] * one.n_rounds[back]
+    fields["n_bytes"] = int(lowered.sum_bytes[back, k])
     fields["pass_"] = _WAYS[back]
     if one.passes is not None:
         kind, where, share = "keys", _group_name(one.group, names, "keys"), 1.0
@@ -341,11 +341,7 @@ def _network_lines(simulation: Simulation) -> list[str]:
     is_averaging = options.sync_every > 1
     synced = float(buckets.n_bytes[(buckets.n_rounds == 0) == is_averaging].sum())
     synced *= options.sent_bytes_per_gradient_byte
-    summed = sum(
-        n_bytes * n_rounds * n_microbatches
-        for one in out.lowered.edges.sums
-        for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
-    )
+    summed = float(out.lowered.sum_bytes.sum()) * n_microbatches
     how = "gradients are summed to the owners of their parts"
     if is_averaging:
         how = "replicas are averaged"

@@ -160,6 +160,7 @@ class Tables:
         tied: operators that share weights, by the last of them (see `Operator.attrs`).
         last_user: of the weights of each of these operators.
         mean_size: size of the mean microbatch over the largest.
+        producers: of each operator, those with tasks.
         slices: by operator, (bytes, devices) of each slice of its weights.
         fed_bytes: (n_ops, n_devices) of a microbatch's inputs, where an operator reads one or is
             the loss: a device that feeds samples has all their inputs.
@@ -190,10 +191,10 @@ class Tables:
             if has_tasks(graph.operators[p]) and has_tasks(graph.operators[c])
         ]
         self._readers: list[list[int]] = [[] for _ in graph.operators]
-        self._producers: list[list[int]] = [[] for _ in graph.operators]
+        self.producers: list[list[int]] = [[] for _ in graph.operators]
         for p, c in self.edges:
             self._readers[p].append(c)
-            self._producers[c].append(p)
+            self.producers[c].append(p)
         self.tied = {members[-1]: members for members in graph.ties()}
         self.last_user = {op: last for last, members in self.tied.items() for op in members}
         self.parameterised = [i for i, op in enumerate(graph.operators) if op.weight_bytes > 0]
@@ -273,7 +274,7 @@ class Tables:
             self._count_once(self.last_user[op])
         if self.slices[op] != slices:
             self._buckets = None
-        self._stale.update((op, *self._producers[op]))
+        self._stale.update((op, *self.producers[op]))
 
     def edge_rows(self) -> Edges:
         """All transfers within a microbatch."""

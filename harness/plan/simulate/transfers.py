@@ -128,7 +128,7 @@ class Sum(NamedTuple):
         operator: operator whose output is summed, or batch norm, or loss, or attention.
         is_collective: the operator waits for it: statistics of a batch norm or of a loss that is
             cut by classes, keys of an attention; else partial sums, for which its readers wait.
-        n_bytes: bytes of one all-reduce or message, forward and backward.
+        n_bytes: bytes of one all-reduce or message of the largest microbatch, forward and backward.
         n_rounds: number of consecutive all-reduces or messages, forward and backward; may be 0.
         passes: forward and backward of messages; None for an all-reduce.
         sources, targets: rows that hold the parts, and that read the sum (operator * n_devices +
@@ -143,6 +143,14 @@ class Sum(NamedTuple):
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     passes: tuple[Passes, Passes] | None = None
+
+    @property
+    def is_statistics(self) -> bool:
+        return self.is_collective and self.passes is None
+
+    def size(self, way: int, share: float) -> int:
+        """`n_bytes` for a share of the samples, on which the bytes of statistics do not depend."""
+        return self.n_bytes[way] if self.is_statistics else round(self.n_bytes[way] * share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -137,11 +137,20 @@ def test_no_gradient_returns_to_the_prefix_and_it_is_not_recomputed(names):
     assert passes == [None] if names else [None, "backward", "recompute", None]
 
 
-def test_frozen_batch_norms_share_no_statistics():
-    graph, profile = three(("batch_norm", "linear", "linear"))
+@pytest.mark.parametrize(
+    ("names", "attrs", "n_summed"),
+    [
+        ("", {}, 2),
+        ("a", {}, 1),  # b's input has no gradient
+        ("ab", {}, 0),
+        ("", {"untrained": "a"}, 1),
+        ("", {"statistics": "frozen"}, 0),  # in evaluation mode
+    ],
+)
+def test_batch_norms_share_statistics_of_what_has_them(names, attrs, n_summed):
+    graph, profile = three(("linear", "batch_norm", "linear"), **attrs)
     plans = dict.fromkeys("abc", OperatorPlan({"sample": 2}, [0, 1]))
-    found = [
-        simulate(graph, profile, cluster_of(), plans, options=options).outcome.lowered
-        for options in (frozen(batch_norm="global"), frozen("a", batch_norm="global"))
-    ]
-    assert [len(one.edges.sums) for one in found] == [1, 0]
+    options = frozen(*names, batch_norm="global")
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    labels = [event.span.label for event in events(found)]
+    assert sum(label.endswith("statistics of b") for label in labels) == n_summed

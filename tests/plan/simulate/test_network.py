@@ -18,6 +18,7 @@ from simulated import (
     simulate_chain,
     talking,
     timeline,
+    two_linears,
 )
 
 from harness.domain.cluster import Cluster, CollectivePoint
@@ -220,6 +221,14 @@ def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
     assert {event.span.n_bytes for event in events(found) if "->" in event.span.label} == {
         round(32 / 3)
     }
+
+
+def test_sums_are_told_of_the_mean_microbatch():
+    graph, profile, cluster, plans = two_linears(3)
+    found = simulate(graph, profile, cluster, plans, n_microbatches=3)
+    # b's 32 B and their gradient, as 12, 12 and 8.
+    assert {event.span.n_bytes for event in events(found) if "sum" in event.span.label} == {11}
+    assert "66 B of activations too" in "\n".join(explain(found))
 
 
 def test_transfers_take_computing_time_from_both_ends():
