@@ -354,7 +354,7 @@ class Costs:
             # In double: forward, sums and then squares; backward, the gradients of both.
             return tuple(
                 collective(op, self.n_devices, group, (8 * (b - a), 16 * (b - a)), (2, 1))
-                for (a, b), group in self._sharing(op, plan, "feature")
+                for (a, b), group in self._sharing(op, plan, [*self.shapes[op], "feature"][1])
             )
         summed = shared_sums(op, self.n_devices, readers)
         if plan.keys == "input" or not self.wire_share[op]:

@@ -248,8 +248,10 @@ def test_a_copy_elsewhere_reads_and_one_copy_alone_gives_its_gradient_back():
     ]
 
 
-def test_global_batch_norm_sums_its_statistics():
+@pytest.mark.parametrize("shape", [{"feature": 4}, {"seq": 4, "feature": 1}])
+def test_global_batch_norm_sums_its_statistics(shape):
     norm = op("n", ["a"], 4, 0, kind="batch_norm")
+    norm = structs.replace(norm, shape={"sample": 8, **shape})
     graph, profile = model([op("a", ["x"], 4, 80), norm, op("b", ["n"], 4)], (2.0, 4.0))
     plans = dict.fromkeys("anb", BY_SAMPLES)
     local = simulate(graph, profile, cluster_of(), plans)
