@@ -191,6 +191,7 @@ class RankAgent:
                     self._peers.notify({"left": True})
 
     def _meet(self, message: Message, connection: socket.socket, now_s: float) -> None:
+        self._has_begun = True  # all ranks could start
         rank, hostnames, token = message["rank"], message["hostnames"], message["token"]
         # Reserve a few seconds of the limit for ending the launch.
         self._limit_s = message["limit_s"] - min(_TIME_TO_END_ALL_S, message["limit_s"] / 4)

@@ -20,9 +20,8 @@ from harness.errors import LaunchError, PeerError, first_line
 
 T = TypeVar("T")
 
-_POLL = timedelta(seconds=20)
 # A signal is handled between two polls.
-_SHORT_POLL = timedelta(seconds=1)
+_POLL = timedelta(seconds=1)
 # A launcher that ends all ranks may have reached rank 0 first; then there is nothing to say.
 _TIME_TO_END_S = 2.0
 _CHUNK_BYTES = 1 << 20
@@ -74,7 +73,7 @@ class Control:
             self.store.set(keys[self.rank], "1")
             while True:
                 with suppress(dist.DistStoreError):
-                    self.store.wait(keys, _SHORT_POLL)
+                    self.store.wait(keys, _POLL)
                     return
                 if time.monotonic() > end_s:
                     break

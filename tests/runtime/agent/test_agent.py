@@ -186,6 +186,25 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
     assert header["reason"].startswith("by Ctrl-C or SIGTERM, --resume runs it again; ")
 
 
+def test_ctrl_c_after_all_ranks_have_met_leaves_no_row_of_a_start(tmp_path, monkeypatch):
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    script = """
+import socket, time
+from harness.runtime.agent.wire import Channel
+Channel.from_environment().meet(socket.create_server(("", 0)), 0, ["a", "b"], "token", 30.0)
+print("met", flush=True)
+time.sleep(600)
+"""
+    words = ("harness", "train", f"--results={tmp_path}")
+    process = start(sys.executable, "-c", script, *words)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
     monkeypatch.setattr(ended, "n_oom_kills", lambda: 3)
     monkeypatch.setattr(ended, "cgroup_memory_bytes", lambda: 150 << 20)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import time
 from datetime import timedelta
 from threading import Thread
 from types import SimpleNamespace
@@ -133,6 +135,19 @@ def test_no_rank_leaves_while_rank_0_works():
         store.wait(["left/1"], timedelta(seconds=0.1))
     Control(store, 0, 2).leave()
     other.join()
+
+
+def test_a_rank_that_waits_for_rank_0_is_soon_interrupted():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    start_s = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Control(store, 1, 2).leave()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start_s < 10
 
 
 def test_ranks_that_never_come_are_named():
