@@ -163,7 +163,7 @@ class Uncertainty:
     """The range of measured / predicted steps.
 
     Attributes:
-        n_strategies: that the range comes from; 0 where none was measured on this cluster.
+        n_strategies: that the range comes from; 0 where fewer than two were measured on this cluster.
         by_family: the range of each family of which several strategies were measured.
     """
 
@@ -176,7 +176,7 @@ class Uncertainty:
     def source(self) -> str:
         if self.n_strategies:
             return f"measured / predicted of {self.n_strategies} strategies on this cluster"
-        return f"{_USUAL_ERROR:.0%} either way, because no run here has a prediction yet"
+        return f"{_USUAL_ERROR:.0%} either way, because fewer than two strategies were measured"
 
     def of(self, family: str) -> tuple[float, float]:
         """The range of a family of strategies."""

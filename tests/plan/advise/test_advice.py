@@ -446,6 +446,7 @@ def test_the_range_comes_from_own_runs_on_these_nodes_or_some(tmp_path):
     assert found.n_strategies == 2
     assert found.low <= 1 <= found.high != found.low
     assert uncertainty_of(ROOT / "results", tesla()) == Uncertainty()
+    assert "fewer than two strategies were measured" in Uncertainty().source
     # Of the same plan, with sharded state: a strategy of its own.
     shutil.copytree(tmp_path / "ddp", tmp_path / "sharded")
     header = read_header(tmp_path / "sharded")
