@@ -163,7 +163,7 @@ class Uncertainty:
     """The range of measured / predicted steps.
 
     Attributes:
-        n_strategies: that the range comes from; 0 where fewer than two were measured on this cluster.
+        n_strategies: that the range comes from; 0 where fewer than two were measured.
         by_family: the range of each family of which several strategies were measured.
     """
 
