@@ -15,7 +15,7 @@ from harness.measure.derive.doubts import rank_settings
 from harness.measure.statistics import MINIMUM_EFFECT, summarize, verdict
 from harness.measure.store import Problem, find_runs, without_samples
 from harness.measure.text import cell, table
-from harness.plot.catalog import Catalog, read_catalog
+from harness.plot.catalog import Catalog, read_catalog, short_kind
 from harness.plot.headlines import library_versions
 from harness.plot.subjects import FEWEST, KINDS, Subject, Timed, times_of, trainings_of
 from harness.units import format_count
@@ -120,13 +120,16 @@ def _by_intervals(old: Timed, new: Timed) -> str:
 
 
 def _software(before: Catalog, after: Catalog) -> Iterator[tuple[str, str, str]]:
-    """Versions, settings of hosts and environment variables that differ, in words."""
+    """Devices, versions, settings of hosts and environment variables that differ, in words."""
     sides = []
     for catalog in (before, after):
         headers = [run.header for run in catalog.runs]
         commits = {header.commit[:12] for header in headers if header.commit}
         known = {name: words for name, words, _ in library_versions(headers)}
         known |= {name: words for name, words, _ in rank_settings(headers)}
+        ranks = [rank for header in headers for rank in header.ranks]
+        devices = {f"{short_kind(rank.device_kind)} of {rank.hostname}" for rank in ranks}
+        known |= {"devices": ", ".join(sorted(devices))}
         sides.append({"commit": ", ".join(sorted(commits))} | known)
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         old, new = (side.get(name) or "not recorded" for side in sides)
@@ -229,7 +232,7 @@ def as_text(found: Comparison, *, is_whole: bool) -> str:
                 "?: by the intervals of too few runs for a verdict; seven of each settle it"
             )
     if found.software:
-        lines += ["", "Versions and settings that differ:"]
+        lines += ["", "Devices, versions and settings that differ:"]
         lines += [one_line(f"  {name}: {old} -> {new}") for name, old, new in found.software]
     for side, names in (("before", found.only_before), ("after", found.only_after)):
         lines += [f"Only {side}: {_named(names)}"] * bool(names)

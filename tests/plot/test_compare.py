@@ -153,6 +153,16 @@ def test_versions_that_differ_are_named(tmp_path, capsys):
     assert {one["name"] for one in document["software"]} == {"torch", "OMP_NUM_THREADS"}
 
 
+def test_devices_that_differ_are_named(tmp_path, capsys):
+    before, other = trained(tmp_path / "before", 0.1), tmp_path / "other"
+    cluster = make_cluster(1, kind="NVIDIA H200")
+    write_training(other, "single", train_config("single", 160), cluster, 0.1, 0.0)
+    _, document = compared(before, other, capsys)
+    (found,) = document["software"]
+    assert found["name"] == "devices"
+    assert found["after"].startswith("H200 of ") and found["before"] != found["after"]
+
+
 def test_directories_without_a_common_measurement_are_refused(tmp_path, capsys, comparison):
     links = copies(comparison, tmp_path / "links", "links")
     matmul = copies(comparison, tmp_path / "matmul", "matmul")
