@@ -160,7 +160,8 @@ def test_devices_that_differ_are_named(tmp_path, capsys):
     _, document = compared(before, other, capsys)
     (found,) = document["software"]
     assert found["name"] == "devices"
-    assert found["after"].startswith("H200 of ") and found["before"] != found["after"]
+    assert found["after"].startswith("H200 of ")
+    assert found["before"] != found["after"]
 
 
 def test_directories_without_a_common_measurement_are_refused(tmp_path, capsys, comparison):
