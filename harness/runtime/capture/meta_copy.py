@@ -69,12 +69,19 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
 
 @contextmanager
 def forgotten_stand_ins(model: nn.Module) -> Iterator[None]:
-    """After the block, clear each `lru_cache` that holds tensors, and remove fake and traced ones
-    from dicts of the modules and classes of a model's code, because its next call would read them.
+    """After the block, clear each `lru_cache` that holds tensors, remove fake and traced ones from
+    dicts of the modules and classes of a model's code, and restore attributes of the objects that
+    modules hold (a scheduler of noise), because its next call would read them.
     """
+    held = [x for part in model.modules() for x in vars(part).values() if hasattr(x, "__dict__")]
+    owned = [(vars(x), dict(vars(x))) for x in held if not isinstance(x, type)]
     try:
         yield
     finally:
+        for now, before in owned:
+            for key in [k for k, x in now.items() if isinstance(x, FakeTensor | fx.Proxy)]:
+                del now[key]
+                now |= {key: before[key]} if key in before else {}
         # A cache refers to its type, so these are found without a look at all objects.
         for each in gc.get_referrers(_Cached):
             if type(each) is _Cached and _holds_tensors(each):

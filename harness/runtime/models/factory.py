@@ -101,14 +101,14 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
             f"for {n_samples} samples: return one row of real logits for each sample"
         )
     _, *sizes = logits.shape
-    if sizes in ([], [1]):
-        return Task(model=bound, inputs=specs, loss="binary_cross_entropy")
+    sizes = sizes or [1]
     # Logits have a class dim last for tokens, and second for pixels.
     n_classes, others = (sizes[-1], sizes[:-1]) if len(sizes) < 3 else (sizes[0], sizes[1:])
     return Task(
         model=bound,
         inputs=specs,
-        n_classes=n_classes,
+        loss="cross_entropy" if n_classes > 1 else "binary_cross_entropy",
+        n_classes=n_classes if n_classes > 1 else 0,
         target_shape=tuple(others),
         n_tokens=_n_tokens(specs),
     )

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,7 +37,7 @@ from harness.runtime.tracing.module_calls import (
     named_tensors,
     plain_norm,
 )
-from harness.runtime.tracing.tracer import users_frame
+from harness.runtime.tracing.tracer import unflatten_output, users_frame
 from harness.runtime.tracing.training_dtype import follow_training_dtype, may_follow, under_autocast
 from harness.runtime.tracing.writes import read_written
 
@@ -82,7 +81,8 @@ def export(
     _copy_attentions(module.graph)
     _keep_layouts(module.graph)
     _check_batch_is_open(module, fixed)
-    _unflatten_output(module)
+    unflatten_output(module.graph, module._out_spec)
+    module.recompile()
     _use_input_device(module)
     join_vmaps(module)
     call_modules(module.graph, model, in_attentions=False)
@@ -349,16 +349,6 @@ def _returns_its_input(node: fx.Node) -> bool:
         return False
     one, other = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return (one.dtype, one.device, one.stride()) == (other.dtype, other.device, other.stride())
-
-
-def _unflatten_output(module: fx.GraphModule) -> None:
-    """Return the model's own output structure instead of a flat list."""
-    (output,) = module.graph.find_nodes(op="output")
-    spec = module._out_spec
-    assert isinstance(spec, pytree.TreeSpec)
-    output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
-    module.graph.set_codegen(fx.graph.CodeGen())  # the export's CodeGen would flatten again
-    module.recompile()
 
 
 def _use_input_device(module: fx.GraphModule) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import _PyTreeCodeGen
 from torch.fx.node import base_types
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from harness.runtime.models.mixture import is_single_operator
@@ -200,6 +201,8 @@ class ModelTracer(fx.Tracer):
             ParametersRecorded(self, root) as recorded,
         ):
             graph = super().trace(root, concrete_args)
+            if isinstance(graph._codegen, _PyTreeCodeGen):  # a default is a tuple, list or dict
+                unflatten_output(graph, graph._codegen.pytree_info.out_spec)
             self.states.write(graph)
             self.folded = recorded.folded
             return graph
@@ -302,6 +305,14 @@ class ModelTracer(fx.Tracer):
                 fixed[position] = argument
         target = CustomFunction(function, fixed)
         return self.create_proxy("call_function", target, tuple(given), {})
+
+
+def unflatten_output(graph: fx.Graph, spec: TreeSpec | None) -> None:
+    """Return the model's own output structure instead of a flat list."""
+    assert spec is not None
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tree_unflatten(list(output.args[0]), spec),)
+    graph.set_codegen(fx.graph.CodeGen())  # the present one would flatten again
 
 
 def users_frame() -> str | None:

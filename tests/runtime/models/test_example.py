@@ -350,6 +350,7 @@ class Pixels(nn.Module):
         found = {
             "loss": {"loss": F.mse_loss(again, x), "found": again},
             "one": self.last(y.mean((2, 3))),
+            "mask": y[:, :1],
             "scalar": y.mean().detach(),
             "complex": torch.fft.fft(y),
         }
@@ -365,6 +366,7 @@ class Pixels(nn.Module):
         ("value", "cross_entropy", 32, (32, 32)),
         ("loss", "own", 0, (3, 32, 32)),
         ("one", "binary_cross_entropy", 0, ()),
+        ("mask", "binary_cross_entropy", 0, (32, 32)),
     ],
 )
 def test_the_outputs_of_a_plain_module_say_its_loss(form, loss, n_classes, target_shape):
@@ -547,7 +549,18 @@ def _table_of_class(device):
     return Cached.tables[device][0]
 
 
-@pytest.mark.parametrize("table", [_table, _table_of_module, _table_of_class])
+class Scheduler:
+    """An object that keeps its table, moved to the inputs' device, as those of diffusers do."""
+
+    def __init__(self):
+        self.held = torch.arange(6.0)
+
+    def __call__(self, device):
+        self.held = self.held.to(device)
+        return self.held
+
+
+@pytest.mark.parametrize("table", [_table, _table_of_module, _table_of_class, Scheduler()])
 def test_a_cached_function_keeps_no_fake_tensor_and_a_flag_is_passed(table):
     if table is _table:  # cached here, because no cache is sought among what tests have imported
         table = lru_cache(table)
