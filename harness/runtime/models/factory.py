@@ -83,7 +83,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
         split = "its forward returns the loss alone"
     if isinstance(split, str):
-        whole = BatchLoss(BoundInputs(model, given, outputs=[loss]) if loss else bound)
+        whole = BatchLoss(BoundInputs(model, given, outputs=[loss]) if loss else bound, split)
         n_tokens = _n_tokens(specs)
         return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=n_tokens, reason=split)
     if split is not None:

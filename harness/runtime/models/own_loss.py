@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.runtime.models.task import IGNORED, InputSpec, Task, Wrapper, logits_of, wide
 
@@ -226,7 +226,15 @@ class LabelledTask(Task):
 
 
 class BatchLoss(Wrapper):
-    """Returns a model's loss of the whole batch, once for each sample."""
+    """Returns a model's loss of the whole batch, once for each sample.
+
+    Args:
+        reason: why the loss stays in the model.
+    """
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        super().__init__(model)
+        self.reason = reason
 
     def forward(self, *inputs: Tensor) -> Tensor:
         loss: Tensor = self.model(*inputs)

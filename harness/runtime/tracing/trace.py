@@ -25,6 +25,7 @@ from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.devices.random_sources import RandomSources
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
+from harness.runtime.models.own_loss import BatchLoss
 from harness.runtime.models.task import choose_logits, named_outputs
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.attention_finding import join_attentions
@@ -242,7 +243,10 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         path = tracer.module_path
         if not path or path in whole:
             reasons = (reason,) if exported is None else (reason, exported)
-            raise refusal(model._get_name(), *reasons) from reason
+            error = refusal(model._get_name(), *reasons)
+            if isinstance(model, BatchLoss):
+                error = ModelError(f"{error}; the model keeps its loss, because {model.reason}")
+            raise error from reason
         _log.info(
             "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
         )

@@ -138,6 +138,30 @@ class Angles(_Steps):
         return self.head((self.second(self.inward(x)) * torch.cos(angles)).mean(1))
 
 
+class Slope(nn.Module):
+    """The gradient of a layer's output with respect to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = y.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(y).tanh().sum(), y, create_graph=True)
+        return slope
+
+
+class Slopes(_Steps):
+    """A module that differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = Slope()
+
+    def between(self, y: Tensor) -> Tensor:
+        return self.second(y) + self.slope(y)
+
+
 class AsManyAsSamples(nn.Module):
     """As many steps and layers as a microbatch has samples: all dims of a state are equal."""
 
@@ -284,6 +308,7 @@ CONSTRUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shared_block": (SharedBlock, _STEPS),
     "weight_views": (WeightViews, _STEPS),
     "angles": (Angles, _STEPS),
+    "slopes": (Slopes, _STEPS),
     "as_many_as_samples": (AsManyAsSamples, (2, 5)),
     "unread_block": (UnreadBlock, (3, 7, 7)),
     "norms": (Norms, _SMALL_IMAGE),

@@ -89,6 +89,10 @@ def test_a_module_that_changes_its_buffers_is_refused_where_it_runs_more_often(n
         check_writers(*described(small_task("spectral_norm"), 8), case.strategy)
 
 
+def test_a_module_that_differentiates_in_its_forward_is_recomputed(ranks):
+    assert_equal(pipeline_case("slopes", 8, [[0], [1]], 2, recompute=True), ranks)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -17,6 +17,7 @@ from torch import nn
 from zoo import ZOO
 
 from harness.errors import DataError, ModelError
+from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
@@ -514,6 +515,28 @@ def test_the_loss_of_a_tuple_is_trained_on_what_the_model_computes_with_labels(f
     found = task.sum_loss(task.model(TOKENS), targets) / 5
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
     held(task)
+
+
+class Summed(nn.Module):
+    """Checks its labels, as the CTC models of transformers do, and adds up a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x, labels):
+        if labels.max() > 5:
+            raise ValueError("there are 6 classes")
+        logits = self.last(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels, reduction="sum")}
+
+
+def test_a_refusal_says_why_the_model_keeps_its_loss():
+    task = task_of(
+        "m:f", (Summed(), {"x": torch.rand(2, 4), "labels": torch.tensor([0, 5])}), OPTIONS
+    )
+    with pytest.raises(ModelError, match=r"by the values .* keeps its loss, because .* adds up to"):
+        capture(task, 2, "summed")
 
 
 class Cached(Words):

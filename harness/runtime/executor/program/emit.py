@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE
 from harness.domain.sharding import CONTRACTION
-from harness.runtime.devices.compiling import uncompiled
 from harness.runtime.executor.geometry.layout import Layout, Part, Want
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -28,6 +27,7 @@ from harness.runtime.executor.program.program import (
     WantKey,
     WeightKey,
 )
+from harness.runtime.executor.program.untraced import KeepsBuffers, KeepsGradients
 from harness.runtime.executor.shards.attention import MixingShard
 from harness.runtime.executor.shards.base import named_tensor
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce, make_batch_norm
@@ -65,27 +65,6 @@ def own_gradients(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.requires_grad and not tensor._backward_hooks:
             tensor.register_hook(torch.clone)
-
-
-class KeepsBuffers(nn.Module):
-    """Wraps a module whose forward assigns buffers, and copies new ones into the old memory."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    @uncompiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held = [(m, dict(m._buffers)) for m in self.module.modules()]
-        output = self.module(*args, **kwargs)
-        for module, buffers in held:
-            for name, buffer in buffers.items():
-                assigned = module._buffers.get(name)
-                if buffer is not None and assigned is not None and assigned is not buffer:
-                    with torch.no_grad():
-                        buffer.copy_(assigned)
-                    module._buffers[name] = buffer
-        return output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +234,9 @@ class SegmentBuilder:
                 name.removeprefix(f"{path}."): piece
                 for name, piece in sources.items() if name.startswith(f"{path}.")
             })  # fmt: skip
-            if is_viewed and operator.attrs.get("is_repeatable") is False:
-                own_gradients(module.parameters())  # of a module that was not traced
+            is_untraced = is_viewed and operator.attrs.get("is_repeatable") is False
+            if is_untraced:
+                own_gradients(module.parameters())
             if isinstance(module, _BatchNorm) and self._earlier(part):
                 module = copy.copy(module)
                 module.track_running_stats = False
@@ -265,6 +245,8 @@ class SegmentBuilder:
                 module.sparse = False  # type: ignore[assignment]
             if operator.attrs.get("writes_buffers"):
                 module = KeepsBuffers(module)
+            if is_untraced:
+                module = KeepsGradients(module)
             emitted.target = self._own(path, module)
             self._operator_of[emitted.target] = part.operator, path
         elif node.target in _SPARSE:
