@@ -243,10 +243,10 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         path = tracer.module_path
         if not path or path in whole:
             reasons = (reason,) if exported is None else (reason, exported)
-            error = refusal(model._get_name(), *reasons)
+            refused = refusal(model._get_name(), *reasons)
             if isinstance(model, BatchLoss):
-                error = ModelError(f"{error}; the model keeps its loss, because {model.reason}")
-            raise error from reason
+                refused = ModelError(f"{refused}; the model keeps its loss, because {model.reason}")
+            raise refused from reason
         _log.info(
             "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
         )
