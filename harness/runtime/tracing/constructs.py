@@ -29,7 +29,7 @@ CALLS = ("call_function", "call_method", "call_module")
 _VIEWS = (
     "getitem", "view", "reshape", "transpose", "permute", "t", "narrow", "select", "squeeze",
     "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "detach", "diagonal", "getattr",
-    "numpy_T", "mT",
+    "numpy_T", "mT", "ravel", "reshape_as", "contiguous",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from harness.runtime.executor.shards.inplace import (
     out_of_place,
     works_in_place,
 )
-from harness.runtime.tracing.constructs import OpaqueFunction, function_name
+from harness.runtime.tracing.constructs import OpaqueFunction, function_name, is_view
 from harness.runtime.tracing.tuples import check_sizes, drop_empty_parts, split_tuples
 
 
@@ -156,14 +156,15 @@ def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) 
 def _is_shared(memory: _Memory, writer: fx.Node) -> bool:
     """Whether a node that is not a previous in-place writer shares the target's memory.
 
-    In relu_(add_(conv)), the convolution does not count, because only add_ reads it.
+    In relu_(add_(conv)), the convolution does not count, because only add_ reads it. A copy that
+    the target makes of a whole tensor, as flatten may, can be a view of a region.
     """
     target = memory.target(writer)
     others = set(memory.aliases(writer)) - {target}
     while target in memory.changed:
         target = memory.target(target)
         others.discard(target)
-    return bool(others)
+    return bool(others) or is_view(target)
 
 
 def _rewire_readers(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> bool:

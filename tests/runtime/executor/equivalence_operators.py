@@ -200,6 +200,21 @@ class Branching(nn.Module):
         return found
 
 
+class ChangedCopy(nn.Module):
+    """A copy of a region, changed in place, which is a view where the region is all of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 8), nn.Linear(6, _WIDTH)
+        self.third = nn.Linear(6, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        region = self.first(x).unflatten(1, (2, 4))[:, :, 1:]
+        changed = region.flatten(1).mul_(3)
+        found: Tensor = self.second(changed) + self.third(region.flatten(1))
+        return found
+
+
 def normed_input() -> nn.Module:
     """The first operator reads all samples of a batch."""
     return nn.Sequential(nn.BatchNorm1d(_NARROW), nn.Linear(_NARROW, _NARROW))
@@ -216,6 +231,7 @@ def towers() -> nn.Module:
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "changed_under_another_name": ChangedUnderAnotherName,
     "changed_in_places": ChangedInPlaces,
+    "changed_copy": ChangedCopy,
     "hands_on_its_state": HandsOnItsState,
     "several_outputs": SeveralOutputs,
     "scalars": Scalars,

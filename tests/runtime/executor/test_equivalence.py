@@ -89,10 +89,16 @@ def test_strategies_that_once_trained_another_model(index, model, ranks):
     assert_equal(case, ranks)
 
 
-def test_an_exported_operator_leaves_what_it_is_sent_as_it_is(ranks):
-    """The convolution on device 0, what works in place on what it sends on device 1."""
-    names = ("add_", "relu", "add", "flatten", "classify", "loss")
-    stage_of = {"conv": 0, **dict.fromkeys(names, 1)}
+@pytest.mark.parametrize(
+    ("model", "sender", "receiver"),
+    [
+        ("branching", "conv", "add_ relu add flatten classify loss"),  # an exported model
+        ("changed_copy", "first unflatten getitem", "flatten mul_ second flatten_1 third add loss"),
+    ],
+)
+def test_an_operator_leaves_a_received_value_as_it_is(model, sender, receiver, ranks):
+    """Device 1 works in place on what device 0 sends."""
+    stage_of = {**dict.fromkeys(sender.split(), 0), **dict.fromkeys(receiver.split(), 1)}
     strategy = Strategy(
         name="cut before add_",
         batch=8,
@@ -100,7 +106,7 @@ def test_an_exported_operator_leaves_what_it_is_sent_as_it_is(ranks):
         n_microbatches=2,
         stages=[Stage()] * 2,
     )
-    assert_equal(case_of("branching", strategy), ranks)
+    assert_equal(case_of(model, strategy), ranks)
 
 
 @pytest.mark.slow
