@@ -48,7 +48,7 @@ from harness.runtime.ranks.environment import (
     read_launch,
 )
 from harness.runtime.ranks.introduction import introduce, read_limit_s
-from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
+from harness.runtime.ranks.isolate import begin_collecting, start_fork_server, wait_for_fork_server
 
 _log = logging.getLogger("harness")
 
@@ -101,8 +101,7 @@ def _print_results(runs: list[Any], results: Path, *, has_report: bool) -> None:
         if runs and not has_report:
             # To the tables' stream: mpirun would write a line of another one into their midst.
             path = shlex.quote(str(results))
-            drawn_by = f"python -m harness.plot {path}"
-            print(f"\nresults are in {path}; {drawn_by} draws them", flush=True)
+            print(f"\nresults are in {path}; python -m harness.plot {path} draws them", flush=True)
     except OSError as error:
         errors.drop_output()
         if not isinstance(error, BrokenPipeError):  # whose reader has read enough (`| head`)
@@ -167,8 +166,7 @@ def _work(
     from harness.runtime.ranks.rendezvous import meet
 
     _handle_signals()
-    gc.freeze()
-    gc.enable()
+    begin_collecting()
     name, config, options = parsed[0]
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
@@ -342,9 +340,8 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         failure = SystemExit(0)
     except BaseException as error:
         failure = error
-    comm = None
-    if channel.has_agent:  # after a failure too, so that rank 0's agent hears of it
-        comm = introduce(launch, os.environ, channel, read_limit_s(argv))
+    # After a failure too, so that rank 0's agent hears of it.
+    comm = introduce(launch, os.environ, channel, read_limit_s(argv)) if channel.has_agent else None
     if failure is not None and not _is_refusal(failure):
         raise failure
     if not _agree(failure, _flags(parsed), comm, channel, launch):

@@ -127,10 +127,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def begin_collecting() -> None:
+    """Collect garbage, but not among what exists: modules, whose pages forked processes share."""
+    gc.freeze()
+    gc.enable()
+
+
 def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
     die_with_parent()
-    gc.freeze()  # the server's modules, whose pages all children share
-    gc.enable()
+    begin_collecting()
     # Ctrl-C reaches the whole process group, but only the first process may end its child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

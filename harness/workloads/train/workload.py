@@ -72,10 +72,8 @@ class TrainLoop:
         self.training, self._evaluation = training, evaluation
         self._noise_steps, self._noise_every = noise_steps, noise_every
         self._changes, self._keeper = changes, keeper
-        self._first = first
-        self._context = context
-        self._n_warm_up = n_warm_up
-        self._losses = LossLog(context, first)
+        self._first, self._n_warm_up = first, n_warm_up
+        self._context, self._losses = context, LossLog(context, first)
         self._nic = NicCounter(context.world.interface)
         self._epoch_start_s, self._n_steps = 0.0, training.n_steps
 
@@ -119,9 +117,8 @@ class TrainLoop:
 
     def _between(self, index: int) -> str:
         """Record a step; returns its note for the progress."""
-        recorder = self._context.recorder
+        recorder, interface = self._context.recorder, self._context.world.interface
         sent, received = self._nic.advance()
-        interface = self._context.world.interface
         recorder.sample("nic_sent_bytes", sent, interface=interface)
         recorder.sample("nic_received_bytes", received, interface=interface)
         recorder.sample(
