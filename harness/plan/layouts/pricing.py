@@ -121,7 +121,11 @@ def price(
     sent = transfer_seconds(layout, crossing, links, nodes[0] < nodes[1])
     flow = pairs, crossing[0] > 0, *sent, queues(nodes)
     is_sharded = shards_gradients(shard_state, n_microbatches)
-    passed = _passed_bytes(costs, stages, n_microbatches, options, is_sharded=is_sharded)
+    has_copies = n_microbatches > 1 or layout.dp > 1
+    passed = costs.passed_bytes[int(has_copies)].copy()
+    for begin, end in stages.spans if is_sharded else ():
+        weights = costs.weight_bytes[begin:end]
+        passed[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     active = [
         active_bytes(
@@ -218,23 +222,6 @@ def _step_s(
         step_s = float((ends_s - begin_s).max())
         begin_s = ends_s - ends_s.min()
     return step_s
-
-
-def _passed_bytes(
-    costs: GroupCosts,
-    stages: _Stages,
-    n_microbatches: int,
-    options: SimulatorOptions,
-    *,
-    is_sharded: bool,
-) -> Floats:
-    """By operator, bytes of gradients that are passed on, and in buckets of sharded ones, while its
-    backward runs."""
-    found: Floats = costs.passed_bytes[int(n_microbatches > 1)].copy()
-    for begin, end in stages.spans if is_sharded else ():
-        weights = costs.weight_bytes[begin:end]
-        found[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
-    return found
 
 
 def _crossing(costs: GroupCosts, ends: Ints) -> tuple[Ints, Floats, Floats]:

@@ -134,7 +134,7 @@ def stage_state(
         shared=shared,
         gather_s=gather_s,
         owned_bytes=owned,
-        n_bytes=kept + gradients + owned * options.n_optimizer_states,
+        n_bytes=kept + gradients + owned * options.n_states,
     )
 
 

@@ -122,10 +122,11 @@ def held_outputs(
 def gradients_passed(tables: Tables, n_microbatches: int, has_backward: Flags) -> Floats:
     """(n_ops, n_devices) bytes of gradients while backward of each operator runs: of its output,
     of values inside it and its inputs, and of its weights before they are added to those of earlier
-    microbatches."""
+    microbatches or copied into a bucket."""
     outputs = tables.output_bytes * tables.costs.wire_share[:, None]
     sources, readers = np.array(tables.edges, dtype=np.int64).reshape(-1, 2).T
-    found = outputs + tables.inner_bytes + tables.weight_bytes * (n_microbatches > 1)
+    gradients = tables.weight_bytes if n_microbatches > 1 else tables.shared_bytes
+    found = outputs + tables.inner_bytes + gradients
     np.add.at(found, readers, outputs[sources] * has_backward[sources, None])
     return np.where(tables.active & has_backward[:, None], found, 0.0)
 

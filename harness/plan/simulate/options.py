@@ -92,6 +92,12 @@ class SimulatorOptions:
         """Bytes of gradients, or of averages, that devices sum per byte of gradients."""
         return self.reduce_bytes_per_gradient_byte / self.sync_every
 
+    @property
+    def n_states(self) -> float:
+        """Tensors per parameter that last a step: the optimizer's, and two of the part of which
+        the step sums the changes."""
+        return self.n_optimizer_states + (2 / self.sync_every if self.sync_every > 1 else 0)
+
     def averaging(self, sync_every: int) -> SimulatorOptions:
         """Of replicas of which a step sums the changes of one of so many parts, instead of all
         gradients, and which keep the average beside the optimizer's state."""

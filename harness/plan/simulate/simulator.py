@@ -272,7 +272,7 @@ class Trial:
             weights
             - lowered.saved
             + summed
-            + owned * options.n_optimizer_states
+            + owned * options.n_states
             + tables.frozen_bytes.sum(axis=0)
             + tables.step_input_bytes(self.strategy.n_microbatches)
             + options.reserved_bytes

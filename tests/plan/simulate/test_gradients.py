@@ -59,6 +59,16 @@ def test_rounded_gradients_send_half_and_need_their_copies():
     assert more == [copies, copies]
 
 
+def test_a_gradient_is_beside_its_bucket_until_it_is_copied():
+    def memory_bytes(n_devices):
+        graph, profile = model([op("a", ["x"], 4, 10_000, kept_bytes=0)])
+        plan = OperatorPlan(partition={"sample": n_devices}, devices=[*range(n_devices)])
+        return simulate(graph, profile, cluster_of(), {"a": plan}).memory_bytes["node0:0"]
+
+    # Half of the samples have half of the gradient of the output.
+    assert memory_bytes(2) - memory_bytes(1) == 10_000 - 16
+
+
 def test_averaged_replicas_sum_and_compute_a_part_of_their_weights():
     whole = SimulatorOptions(bucket_bytes=1, n_optimizer_states=1, stream_s_per_byte=0.01)
     averaged = whole.averaging(4)
@@ -74,6 +84,7 @@ def test_averaged_replicas_sum_and_compute_a_part_of_their_weights():
     more = device_seconds(found, 0)["backward"] - device_seconds(bare, 0)["backward"]
     assert more == pytest.approx(16 / 4 * 120 * 0.01)
     assert averaged.n_optimizer_states == 2
+    assert averaged.n_states == 2 + 2 / 4
     assert (
         replace(averaged, reduce_bytes_per_gradient_byte=0.5).sent_bytes_per_gradient_byte == 1 / 8
     )

@@ -143,8 +143,9 @@ def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them
     assert binding(kept)["all-gather of weights"] == 60 / 16
     assert kept.step_s == kept.outcome.device_end_s.max() + 60 / 16
     assert [own[-2].duration_s for own in spans(kept).values()] == [60 / 16] * 4
-    # The average is one more state: half of 120 B on each device.
-    static = summed.outcome.static_bytes + 60
+    # The average is one more state: half of 120 B on each device. A step sums a fourth, from two
+    # copies.
+    static = summed.outcome.static_bytes + 60 + 2 * 60 / 4
     assert averaged.outcome.static_bytes.tolist() == static.tolist()
     # Buckets of 40 B and 80 B take 1.25 s and 2.5 s within nodes, after a has been gathered again.
     # Averages of a fourth of them, 2.5 s and 5 s, begin after the first forward.
