@@ -40,7 +40,7 @@ class GroupCosts(NamedTuple):
         fed_bytes: of the inputs of a microbatch, where the operator reads one or is the loss.
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
-            and of several.
+            and of several or in replicas.
         returns: whether it has a backward.
         weight_bytes, frozen_bytes: of its trained and its frozen weights.
         gathered_bytes: of trained weights, as they travel where they are gathered before each use.
