@@ -1,5 +1,6 @@
 """Goodput: the share of a training's wall time in steps that count, over all runs that it took."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -132,14 +133,15 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         return None  # a host's clock was set back, or the next run's host is behind
     counted_s, repeated_s = list[float](), list[float]()
     saving_s = changing_s = 0.0
-    for run, then in zip(runs, [*runs[1:], None], strict=True):
-        until = min(then.steps) if then else max(run.steps) + 1
+    until = math.inf  # the first step of later runs
+    for run in reversed(runs):
         for step, (start_s, end_s) in run.steps.items():
             (counted_s if step < until else repeated_s).append(end_s - start_s)
         saving_s += sum(value for step, value in run.saving.items() if step < max(run.steps))
         # A change before a run's first step is part of the restart, or earlier than the wall time.
         later = run.steps.keys() - {min(run.steps)}
         changing_s += sum(value for step, value in run.still.items() if step in later)
+        until = min(until, *run.steps)
     return Goodput(
         run_ids=tuple(run_id for run_id, _ in known),
         n_steps=len(counted_s),

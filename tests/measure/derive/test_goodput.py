@@ -54,6 +54,13 @@ def test_steps_count_once_and_all_parts_sum_to_the_time():
     assert round(found.share, 6) == round(12 / 37, 6)
 
 
+def test_a_step_is_trained_again_by_any_later_run():
+    """The third run begins at step 5, before the second one."""
+    third = step_clock(trained("c", "00:50", range(5, 12), continues="b"))
+    found = goodput(("a", "b", "c"), CLOCKS | {"c": third})
+    assert (found.n_steps, found.n_repeated, found.steps_s) == (12, 10, 12.0)
+
+
 def test_a_step_counts_that_rank_0_did_not_live_to_record():
     """Rank 1, whose clock is 100 s ahead, has recorded step 2 too; the next run goes on at 3."""
 
