@@ -215,7 +215,7 @@ report() {
         row "$host" "${answer[0]}" OK
     else
         row "$host" "${answer[0]}" "$(difference "${answer[@]}")"
-        differs=yes
+        [[ ${answer[0]} == shared ]] || differs=yes
         if [[ $apply == yes ]]; then sed 's/^/    /' "$work/$host.bring" | tail -n 5; fi
     fi
 }
@@ -227,7 +227,7 @@ difference() {
     if [[ $disk == shared ]]; then
         echo "DIFFERS: the disk is shared, but versions there are: $versions; is its Python another?"
     elif [[ $code != "$digest" ]] || { [[ $versions != missing ]] && ! is_same_code "$code" "$3"; }; then
-        echo "DIFFERS: code $([[ $code == missing ]] && echo missing || echo 'of another state'); $remedy"
+        echo "DIFFERS: code $([[ $code == missing ]] && echo 'not sent from here' || echo 'of another state'); $remedy"
     else
         echo "DIFFERS: versions there are: $versions; $remedy"
     fi

@@ -242,8 +242,8 @@ def test_routes_over_two_interfaces_are_a_warning(hosts):
     assert "through docker0 and eth0" in finding.detail
 
 
-def python_with(torch, version="3.11.7", harness_hash="aaa"):
-    packages = {"torch": torch, "mpi4py": "4.1.2", "training-harness": "0.1.0"}
+def python_with(torch, version="3.11.7", harness_hash="aaa", **more):
+    packages = {"torch": torch, "mpi4py": "4.1.2", "training-harness": "0.1.0", **more}
     return PythonFacts(version=version, packages=packages, harness_hash=harness_hash)
 
 
@@ -264,6 +264,13 @@ def test_a_release_of_torch_that_captures_no_model_is_critical(hosts):
 def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts):
     cluster = hosts(2).facts(1, python=python_with("2.13.0+cu130"))
     assert cluster.judge("env", 1)[0].status is Status.OK
+
+
+def test_another_numpy_is_a_warning_because_a_run_works(hosts):
+    newer, older = (python_with("2.13.0", numpy=numpy) for numpy in ("2.4.6", "2.1.0"))
+    (finding,) = hosts(2).facts(0, python=newer).facts(1, python=older).judge("env", 1)
+    assert finding.status is Status.WARN
+    assert finding.detail == "numpy 2.1.0, while 1 of 2 hosts have 2.4.6"
 
 
 def test_other_source_of_the_harness_is_critical(hosts):

@@ -113,7 +113,7 @@ def test_an_own_disk_gets_the_code_and_an_installation(live_hostfile, checkout):
     place = str(checkout / "code.py")
 
     shown = _sync(checkout, live_hostfile)
-    assert "DIFFERS: code missing; --apply brings it" in _rows(shown)[NODES[1]]
+    assert "DIFFERS: code not sent from here; --apply brings it" in _rows(shown)[NODES[1]]
     assert _cluster("exec", "1", "--", "test", "-e", place).returncode == 1
 
     applied = _sync(checkout, live_hostfile, "--apply")

@@ -158,3 +158,13 @@ def test_ctrl_c_shows_no_traceback_of_imports(tmp_path, line, code, said):
     # A job in the background of a script ignores Ctrl-C.
     done = completed("env", "--default-signal=INT", "bash", "-c", start, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(("disk", "differs"), [("shared", "no"), ("own", "yes")])
+def test_only_what_apply_brings_is_offered(disk, differs, tmp_path):
+    (tmp_path / "gpu-a.probe").write_text(f"{disk}\nmissing\n{{}}\nnumpy 2.1.0\nnobody\n")
+    told = f"work={tmp_path} wanted_versions= digest=aaa wanted_hash=bbb differs=no"
+    script = f'source {ROOT}/setup/sync_env.sh; {told}; report gpu-a; echo "differs: $differs"'
+    shown = completed("bash", "-c", script).stdout
+    assert "DIFFERS" in shown
+    assert f"differs: {differs}" in shown

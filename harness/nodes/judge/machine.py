@@ -9,6 +9,8 @@ from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
 _REQUIRED = ("torch", "mpi4py")
+# Whose versions change how fast a run is, or its numbers, but not whether it works.
+_MAY_DIFFER = ("Python", "numpy", "torchvision", "deepspeed")
 
 
 def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -47,8 +49,10 @@ def versions(facts: Facts) -> dict[str, str]:
     found = {
         "Python": ".".join(python.version.split(".")[:2]),
         # Hosts with and without GPUs work together: `+cpu` and `+cu130` of one release match.
-        "torch": python.packages.get("torch", "").split("+")[0],
-        "mpi4py": python.packages.get("mpi4py", ""),
+        **{
+            name: python.packages.get(name, "").split("+")[0]
+            for name in ("torch", "mpi4py", *_MAY_DIFFER[1:])
+        },
         "MPI": facts.mpi,
         "harness": python.packages.get("training-harness", ""),
         "harness source": python.harness_hash or "",
@@ -67,7 +71,7 @@ def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Jud
         if value == usual:
             continue
         text = f"{name} {value}, while {n_usual} of {len(values)} hosts have {usual}"
-        severe = warn if name == "Python" else critical
+        severe = warn if name in _MAY_DIFFER else critical
         verdicts += severe(text, remedy)
     return verdicts
 

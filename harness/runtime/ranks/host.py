@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -72,6 +73,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs that this rank can use, by CUDA index.
         has_nccl: whether its torch has NCCL.
         versions: versions of the libraries that must agree.
+        code: hash of the harness' programs, which must agree as well.
         requested_interface: the one that the user names for this host, or empty.
     """
 
@@ -84,6 +86,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_nccl: bool
     interfaces: list[Interface]
     versions: dict[str, str]
+    code: str
     requested_interface: str = ""
 
 
@@ -131,6 +134,13 @@ def library_versions() -> dict[str, str]:
     if torch.version.cuda and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def _code_hash() -> str:
+    package, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @functools.cache  # because an edit beside a launch does not change the code that it runs
@@ -237,6 +247,7 @@ def describe_host() -> HostFacts:
         has_nccl=dist.is_nccl_available(),
         interfaces=list_interfaces(),
         versions=library_versions(),
+        code=_code_hash(),
     )
 
 

@@ -215,12 +215,13 @@ def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[s
 def _check_versions(facts: list[HostFacts]) -> None:
     if problem := torch_problem(facts[0].versions.get("torch", "")):
         _log.warning("%s: run bash setup/install.sh", problem)
-    for fact in facts:
-        for name, version in facts[0].versions.items():
-            if fact.versions.get(name) != version:
+    first, *others = ({"the harness' code": fact.code, **fact.versions} for fact in facts)
+    for fact, other in zip(facts[1:], others, strict=True):
+        for name, version in first.items():
+            if other.get(name) != version:
                 _log.warning(
                     "%s is %s on %s and %s on %s: numbers may not compare; run setup/sync_env.sh",
-                    name, version, facts[0].hostname, fact.versions.get(name), fact.hostname,
+                    name, version, facts[0].hostname, other.get(name), fact.hostname,
                 )  # fmt: skip
                 return
     _log.debug("versions agree on %d ranks", len(facts))
