@@ -73,8 +73,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs that this rank can use, by CUDA index.
         has_nccl: whether its torch has NCCL.
         versions: versions of the libraries that must agree.
-        code: hash of the harness' programs, which must agree as well.
         requested_interface: the one that the user names for this host, or empty.
+        code: hash of the harness' programs, which must agree as well; older ones send none.
     """
 
     hostname: str
@@ -86,8 +86,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_nccl: bool
     interfaces: list[Interface]
     versions: dict[str, str]
-    code: str
     requested_interface: str = ""
+    code: str = ""
 
 
 def quota_cores() -> float | None:

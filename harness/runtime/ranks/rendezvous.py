@@ -215,7 +215,9 @@ def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[s
 def _check_versions(facts: list[HostFacts]) -> None:
     if problem := torch_problem(facts[0].versions.get("torch", "")):
         _log.warning("%s: run bash setup/install.sh", problem)
-    first, *others = ({"the harness' code": fact.code, **fact.versions} for fact in facts)
+    first, *others = (
+        {"the harness' code": fact.code or "older", **fact.versions} for fact in facts
+    )
     for fact, other in zip(facts[1:], others, strict=True):
         for name, version in first.items():
             if other.get(name) != version:

@@ -25,10 +25,10 @@ def gpu(uuid, memory_bytes=80, board=""):
     return Gpu(name="a card", uuid=uuid, board=board or uuid, memory_bytes=memory_bytes)
 
 
-def facts(*gpus, has_nccl=True, cores=range(8), quota_cores=None):
+def facts(*gpus, has_nccl=True, cores=range(8), quota_cores=None, code="aaa"):
     return HostFacts(
         hostname="host", cpu="a CPU", cores=list(cores), quota_cores=quota_cores, memory_bytes=64,
-        gpus=list(gpus), has_nccl=has_nccl, interfaces=[LOOPBACK], versions={}, code="aaa",
+        gpus=list(gpus), has_nccl=has_nccl, interfaces=[LOOPBACK], versions={}, code=code,
     )  # fmt: skip
 
 
@@ -211,10 +211,10 @@ def test_a_launch_tells_of_a_torch_that_captures_no_model(caplog):
     assert "torch 2.6.0+cu124 is none of 2.9 to 3.0" in caplog.text
 
 
-def test_a_launch_tells_of_hosts_with_other_code(caplog):
-    ranks = [facts(), msgspec.structs.replace(facts(), hostname="other", code="bbb")]
-    rendezvous._check_versions(ranks)
-    assert "the harness' code is aaa on host and bbb on other: numbers may not" in caplog.text
+@pytest.mark.parametrize(("code", "found"), [("bbb", "bbb"), ("", "older")])
+def test_a_launch_tells_of_hosts_with_other_code(code, found, caplog):
+    rendezvous._check_versions([facts(), facts(code=code)])
+    assert f"the harness' code is aaa on host and {found} on host: numbers may" in caplog.text
 
 
 def test_an_interface_by_which_mpi_reaches_nobody_is_named(monkeypatch):
