@@ -196,10 +196,10 @@ class Launcher:
 
         `name` identifies the run to all ranks, and is unique in this launch."""
         _log.info("%s", title)
+        if state := state_of(plan.case):  # which takes long, and is no part of the run's time
+            sharing.distribute(self._control, state, self._world.hostnames)
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
-        if state := state_of(plan.case):
-            sharing.distribute(self._control, state, self._world.hostnames)
         is_writing = self._write_first(plan, run_dir, header)
         is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
         if is_away:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from made_runs import header_of, workload_of, world_of
 
+from harness import launch
 from harness.cases import Case, PlannedRun, has_failed, remaining_repeats
 from harness.launch import Launcher
 from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
@@ -186,3 +187,19 @@ def test_an_error_that_says_nothing_is_named_by_its_type(tmp_path, body, status,
     dist.destroy_process_group()
     assert outcome.status == status
     assert outcome.reason.startswith(reason)
+
+
+def test_a_run_begins_after_its_state_has_come(tmp_path, monkeypatch):
+    order: list[str] = []
+
+    def begin(self, plan):
+        order.append("header")
+        raise InterruptedError
+
+    monkeypatch.setattr(launch.sharing, "distribute", lambda *words: order.append("state"))
+    monkeypatch.setattr(Launcher, "_new_header", begin)
+    config = SimpleNamespace(load_state=tmp_path)
+    case = Case(name="case", workload=WORKLOAD, config=config)
+    with pytest.raises(InterruptedError):
+        launcher(0, tmp_path)._record_run(replace(planned("", 0), case=case), "", "")
+    assert order == ["state", "header"]
