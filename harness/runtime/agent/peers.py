@@ -207,6 +207,7 @@ class Spoke:
         now_s: float,
     ) -> None:
         self._wire = Wire(connection, limit_s)
+        self._rank = rank
         self._first_host = first_host
         self._limit_s = limit_s
         self._heard_s = now_s
@@ -239,12 +240,13 @@ class Spoke:
         age_s = now_s - self._heard_s
         if self._wire.is_closed or age_s <= self._limit_s:
             return None
-        return Fault(
-            "",
+        reason = (
             f"no heartbeat from rank 0 for {age_s:.0f} s (--heartbeat-timeout-s), last heard at "
-            f"{_utc(age_s)}",
-            (self._first_host,),
+            f"{_utc(age_s)}"
         )
+        # Rank 0 may live and only be slow; it would call this agent killed.
+        self._wire.send(Fault("timeout", f"rank {self._rank} got {reason}").message())
+        return Fault("", reason, (self._first_host,))
 
 
 Peers = Hub | Spoke  # an agent's connections to other agents

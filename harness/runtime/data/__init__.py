@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError, DataError, first_line
 from harness.inputs import shorten
 from harness.runtime.data.batch import Batch, BatchPlan, MemoryData
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
@@ -359,7 +361,7 @@ def load_batches(
         num_workers=n_workers,
         # Forks share cached activations; a rank's default is a server, which would import torch.
         multiprocessing_context="fork" if n_workers else None,
-        worker_init_fn=lambda _: die_with_parent(),  # they hold sockets that peers wait for
+        worker_init_fn=_begin_worker,
         collate_fn=lambda batch: batch,  # because __getitems__ returns whole batches
         pin_memory=device.type == "cuda",
     )
@@ -369,6 +371,21 @@ def load_batches(
     if isinstance(data, OwnData):
         return data.checked(batches, plan.indices(rank, first_step))
     return batches
+
+
+def _begin_worker(number: int) -> None:
+    die_with_parent()  # workers hold sockets that peers wait for
+    queues: Any = Queue
+    queues._on_queue_feeder_error = _send_error
+
+
+def _send_error(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
+    """In place of a batch that a worker cannot send, which Python forgets and torch waits for."""
+    told = DataError(
+        f"a worker cannot hand over its batch ({first_line(error)}): make /dev/shm of this host "
+        "larger (docker run --shm-size), or lower --n-workers or the batch"
+    )
+    queue.put((item[0], ExceptionWrapper((DataError, told, None))))
 
 
 def _told(batches: Iterator[Batch]) -> Iterator[Batch]:

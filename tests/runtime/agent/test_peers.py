@@ -81,6 +81,11 @@ def test_a_spoke_that_rank_0_does_not_reach_ends_itself(star):
     assert "no heartbeat from rank 0" in fault.reason
     assert fault.silent_hosts == ("a",)
     assert star.spokes[3].judge(11.5) is None
+    star.spokes[1]._wire.close()
+    star.hear(11.5)  # rank 0 lives, but was slow
+    found = star.hub.judge(11.5)
+    assert found.reason.startswith("rank 1 got no heartbeat from rank 0 for 10 s")
+    assert (found.status, found.silent_hosts) == ("timeout", ())
 
 
 def test_a_connection_that_closes_without_a_goodbye_is_a_killed_agent(star):

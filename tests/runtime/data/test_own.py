@@ -6,6 +6,7 @@ import os
 import random
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,6 +86,26 @@ def test_an_error_in_a_worker_is_the_one_line_of_the_sample():
         next(batches)
     assert str(caught.value) == (
         "sample 0 of own has label 7, and the model has 2 classes: give labels from 0 to 1"
+    )
+
+
+class Unsendable:
+    """Stands in for a tensor that finds /dev/shm full."""
+
+    def __reduce__(self):
+        raise RuntimeError("No space left on device (28)")
+
+
+@pytest.mark.timeout(20)
+def test_a_batch_that_a_worker_cannot_hand_over_is_an_error():
+    plan = BatchPlan(n_samples=N, shares=(2,))
+    data = SimpleNamespace(__getitems__=lambda indices: Unsendable())
+    batches = load_batches(data, plan, 0, n_workers=1, device=torch.device("cpu"))
+    with pytest.raises(DataError) as caught:
+        next(batches)
+    assert str(caught.value) == (
+        "a worker cannot hand over its batch (No space left on device (28)): make /dev/shm of this "
+        "host larger (docker run --shm-size), or lower --n-workers or the batch"
     )
 
 
