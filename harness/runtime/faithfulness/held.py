@@ -8,7 +8,6 @@ empty and is overwritten.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import inspect
 import logging
@@ -27,6 +26,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.faithfulness.state import simple_attributes
 from harness.runtime.models.task import Task
+from harness.runtime.ranks.host import code_hash
 from harness.runtime.tracing.hooks import hooks_of
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, str]:
 
 def key_of(task: Task, captured: Captured, dtype: str) -> str:
     """A key for a graph, its model and the harness's code; equal with and without weights."""
-    digest = hashlib.sha256(msgspec.json.encode([str(torch.__version__), dtype, _own_code()]))
+    digest = hashlib.sha256(msgspec.json.encode([str(torch.__version__), dtype, code_hash()]))
     digest.update(captured.graph.content_hash().encode())
     digest.update(_PLACE.sub("device", captured.module.code).encode())
     fields = [getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "model"]
@@ -89,15 +89,6 @@ def key_of(task: Task, captured: Captured, dtype: str) -> str:
     for text in _texts_of(task.model):
         digest.update(text.encode())
     return digest.hexdigest()[:32]
-
-
-@functools.cache
-def _own_code() -> str:
-    """A hash of the runtime's source files."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _texts_of(model: nn.Module) -> Iterator[str]:

@@ -136,14 +136,16 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _code_hash() -> str:
+@functools.cache  # because an edit beside a launch does not change the code that it runs
+def code_hash() -> str:
+    """Hash of the harness' programs."""
     package, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-@functools.cache  # because an edit beside a launch does not change the code that it runs
+@functools.cache
 def code_commit() -> str:
     """The checkout's commit, with `-dirty` when files differ; empty outside a checkout."""
     root = Path(__file__).resolve().parents[3]
@@ -247,7 +249,7 @@ def describe_host() -> HostFacts:
         has_nccl=dist.is_nccl_available(),
         interfaces=list_interfaces(),
         versions=library_versions(),
-        code=_code_hash(),
+        code=code_hash(),
     )
 
 
