@@ -9,7 +9,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class Captured:
         untrained: names of parameters that require a gradient and never get one.
         apart: frozen operators whose tasks share no segment with others, so that their outputs are
             recorded and their time is known.
+        shared: what is derived of the module for all its users; a `MetaModel`.
     """
 
     graph: Graph
@@ -82,6 +83,7 @@ class Captured:
     nodes: dict[str, fx.Node]
     untrained: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
+    shared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def freeze_untrained(self, model: nn.Module) -> None:
         """Clear requires_grad of untrained parameters, so that optimizers skip them."""

@@ -101,7 +101,7 @@ class ExecutorEngine:
         self.weights = Weights(captured.module, world.device)
         self._groups = Groups(world, plan.timeout_s)
 
-        meta = MetaModel(captured, task.inputs, world.device)
+        meta = MetaModel.of(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         lowered = lower_strategy(captured, meta, plan, world, options)
         self.holders, replicas, units = lowered.holders, lowered.replicas, lowered.units

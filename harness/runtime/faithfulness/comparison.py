@@ -110,7 +110,7 @@ class _Comparison:
         tensors = (*task.model.parameters(), *task.model.buffers())
         self._device = next((t.device for t in tensors), torch.device("cpu"))
         self._precision = Precision(dtype, self._device)
-        self._meta = MetaModel(captured, task.inputs, self._device)
+        self._meta = MetaModel.of(captured, task.inputs, self._device)
         self._outputs: Any = None  # the model's latest outputs
         root = task.model
         names = [name for name, _ in root.named_buffers()]  # without those that forward registers

@@ -16,6 +16,7 @@ from equivalence_training import CAPTURED, key_of, train_by_strategy
 from zoo.training import ZooCase
 
 from harness.runtime.capture.capture import capture
+from harness.runtime.executor.geometry.values import MetaModel
 
 _MOST = 40  # captured models that are kept
 
@@ -43,3 +44,9 @@ def prepare(argument: object) -> None:
                 del CAPTURED[next(iter(CAPTURED))]
             task = case.make_task()
             CAPTURED[key] = task, capture(task, case.strategy.batch, "model")
+        task, captured = CAPTURED[key]
+        captured.freeze_untrained(task.model)
+        meta = MetaModel.of(captured, task.inputs, local_world(0, 1).device)
+        for size in set(case.strategy.microbatch_sizes()):
+            meta.at(size)
+            meta.at_twice(size)

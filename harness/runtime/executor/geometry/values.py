@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -87,6 +87,19 @@ class MetaModel:
         self._inputs = inputs
         self.device = device
         self._known: dict[int, Values] = {}
+
+    @classmethod
+    def of(cls, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device) -> Self:
+        """The copy that comparisons and engines share while the same parameters are trained and the
+        same modules are in training mode."""
+        module = captured.module
+        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        key = device, trained, tuple(part.training for part in module.modules())
+        if key not in captured.shared:
+            captured.shared.clear()
+            captured.shared[key] = cls(captured, inputs, device)
+        found: Self = captured.shared[key]
+        return found
 
     def at(self, samples: int) -> Values:
         """The values for a number of samples, cached."""
