@@ -26,9 +26,10 @@ from harness.domain.routes import BUCKET_BYTES
 from harness.domain.strategy import Strategy
 from harness.measure.derive.spans import spans_of
 from harness.measure.recorder import HostClock, Recorder
-from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.torch_engine import TorchEngine
+from harness.runtime.executor.change.elastic import Blueprint
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients import deferred
@@ -157,18 +158,25 @@ def n_synchronisations(case: Case, world: World) -> int:
 def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
     """Train five steps, the third with a factor of the losses that overflows: this rank's loss, the
     factor after the step, and whether the step changed its weights. The fourth step is by an engine
-    that takes over, the last by one that has loaded the state from files."""
+    that takes over and gets the weights, the last by one that has loaded the state from files."""
     task, captured = task_of(case)
+    captured = captured or capture(task, case.strategy.batch, "model")
+    blueprint = Blueprint(task, captured, world.device)
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
     plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
     found = []
     for step in range(5):
         if step >= 3:
-            task, old = case.make_task(), engine
-            engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+            old, (task, captured) = engine, blueprint.make()
+            engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
         if step == 3:
             engine.take_over(old)
+            made, held = (
+                [*one.model.parameters(), *one._runner.buffers()] for one in (engine, old)
+            )
+            for empty, tensor in zip(made, held, strict=True):
+                empty.data.copy_(tensor.data)
         if step == 4:
             state = whole_state(old, world)
             engine.load_full_state(partial(dict, state))
