@@ -73,8 +73,7 @@ class Captured:
         module: executes the nodes; holds the model's parameters.
         nodes: by operator name; inputs and the loss have none.
         untrained: names of parameters that require a gradient and never get one.
-        apart: frozen operators whose tasks share no segment with others, so that their outputs are
-            recorded and their time is known.
+        apart: frozen operators in segments of their own, so that outputs and times are recorded.
         shared: what is derived of the module for all its users; a `MetaModel`.
     """
 
