@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as directory:
 
 
 def prepare(argument: object) -> None:
-    """Capture the model of a case once for all of its ranks."""
+    """Capture the model of a case, and infer its shapes, once for all of its ranks."""
     case = getattr(argument, "case", argument)
     if not isinstance(case, ZooCase | Case):
         return
@@ -44,8 +44,7 @@ def prepare(argument: object) -> None:
                 del CAPTURED[next(iter(CAPTURED))]
             task = case.make_task()
             CAPTURED[key] = task, capture(task, case.strategy.batch, "model")
-        task, captured = CAPTURED[key]
-        captured.freeze_untrained(task.model)
+        task, captured = CAPTURED[key]  # not frozen, because ranks may compare model and graph
         meta = MetaModel.of(captured, task.inputs, local_world(0, 1).device)
         for size in set(case.strategy.microbatch_sizes()):
             meta.at(size)
