@@ -1,8 +1,8 @@
 """Rewrite the loss of a whole batch as one of each sample, so that parts of a batch can compute it.
 
 A `BatchLoss` returns its model's loss once for each sample. Where that loss is a mean over elements
-of which each sample has equally many, or a sum of such means with factors that no sample changes, a
-sample's loss is that of its own elements.
+of which each sample has equally many, a sum divided by a number of samples, or a sum of these with
+factors that no sample changes, a sample's loss is that of its own elements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CLASS_LOSSES = (
     "nll_loss_nd",
 )  # fmt: skip
 _OTHERS = ("CTCLoss", "ctc_loss")  # over the lengths of targets
-_UNREDUCED, _MEAN = 0, 1  # of torch.ops
+_UNREDUCED, _REDUCTIONS = 0, {"mean": 1, "sum": 2}  # of torch.ops
 
 
 class _OtherLossError(Exception):
@@ -87,6 +87,10 @@ def _is_sum(node: Any) -> bool:
     return is_node and len(node.args) == 1 and not node.kwargs
 
 
+def _kind_of(divisor: int) -> str:
+    return "sum" if divisor else "mean"
+
+
 class _Rewriting:
     """Makes nodes that compute each sample's share.
 
@@ -110,39 +114,63 @@ class _Rewriting:
             if node.op == "placeholder" or not self._varying.isdisjoint(node.all_input_nodes):
                 self._varying.add(node)
 
-    def share(self, node: Any) -> Any:
+    def share(self, node: Any, divisor: int = 0) -> Any:
         """Each sample's share (n_samples,) of a mean over the batch.
+
+        Args:
+            divisor: 0: of a mean; else of a sum that so many per sample divide.
 
         Raises:
             _OtherLossError: it has none.
         """
         if not self._varies(node):
+            if divisor:
+                raise _OtherLossError("a number of samples divides what depends on no sample")
             return node
         name, args, kwargs = function_name(node.target), node.args, node.kwargs
         if args and name in _VIEWS:
-            return self.share(args[0])
-        is_linear = name in _CASTS or (name in _QUOTIENTS and not kwargs.get("rounding_mode"))
-        if args and is_linear and not any(map(self._varies, args[1:])):
-            return self._call(node.op, node.target, (self.share(args[0]), *args[1:]), kwargs)
-        if name in _SUMS or (name in _PRODUCTS and sum(map(self._varies, args)) == 1):
-            return self._call(node.op, node.target, tuple(map(self.share, args)), kwargs)
-        elements = self._elements(node, name)
+            return self.share(args[0], divisor)
+        is_quotient = name in _QUOTIENTS and len(args) == 2 and not kwargs.get("rounding_mode")
+        if args and (name in _CASTS or is_quotient) and not any(map(self._varies, args[1:])):
+            given = (self.share(args[0], divisor), *args[1:])
+            return self._call(node.op, node.target, given, kwargs)
+        count = [each.get(args[1]) for each in self._values] if is_quotient and not divisor else []
+        if n := self._per_sample(count):
+            return self.share(args[0], n)
+        is_product = name in _PRODUCTS and sum(map(self._varies, args)) == 1
+        if name in _SUMS or is_product:
+            factors = [arg for arg in args if is_product and not self._varies(arg)]
+            given = tuple(arg if arg in factors else self.share(arg, divisor) for arg in args)
+            return self._call(node.op, node.target, given, kwargs)
+        elements, divisor = self._elements(node, name, divisor)
         flat = self._call("call_function", torch.reshape, (elements, (self._n_samples, -1)))
-        return self._call("call_function", torch.mean, (flat, 1))
+        if not divisor:
+            return self._call("call_function", torch.mean, (flat, 1))
+        total = self._call("call_function", torch.sum, (flat, 1))
+        return self._call("call_function", torch.div, (total, divisor))
 
-    def _elements(self, node: fx.Node, name: str) -> fx.Node:
-        """The elements of which a value is the mean."""
+    def _per_sample(self, counts: Sequence[Any]) -> int:
+        """A number for each sample, which counts of all batches are multiples of; 0 if none is."""
+        sizes = batch_sizes(self._values)
+        if not counts or not all(type(n) is int for n in counts):
+            return 0
+        n = counts[0] // sizes[0]
+        return n if counts == [n * size for size in sizes] else 0
+
+    def _elements(self, node: fx.Node, name: str, divisor: int) -> tuple[fx.Node, int]:
+        """The elements of which a value is the mean, or the sum, and the divisor of a sum."""
         args: list[Any] = list(node.args)
-        if args and name in _QUOTIENTS and all(map(_is_sum, args)):
+        if not divisor and args and name in _QUOTIENTS and all(map(_is_sum, args)):
             elements, counted = (part.args[0] for part in args)
             self._check_even(elements, name)
             if self._counts_all(counted, elements):
-                return cast("fx.Node", elements)
+                return cast("fx.Node", elements), 0
         self._check_even(node.all_input_nodes[0], name)
         is_plain = len(args) in (1, 2) and node.kwargs.keys() <= {"dim"}
-        if name == "mean" and is_plain and not self._values[0][node].dim():
-            return cast("fx.Node", args[0])
-        return self._unreduced(node, name)
+        is_plain = is_plain and not self._values[0][node].dim()
+        if is_plain and name == _kind_of(divisor):
+            return cast("fx.Node", args[0]), divisor
+        return self._unreduced(node, name, divisor)
 
     def _counts_all(self, mask: Any, elements: fx.Node) -> bool:
         """Whether a mask, as wide as the elements, leaves out labels that do not count, which no
@@ -187,37 +215,46 @@ class _Rewriting:
         if not sample_dims([0], sizes, batches, batches[0]):
             raise _OtherLossError(f"{name} is no mean over samples")
 
-    def _unreduced(self, node: fx.Node, name: str) -> fx.Node:
-        """A loss of torch's, without its mean."""
+    def _unreduced(self, node: fx.Node, name: str, divisor: int) -> tuple[fx.Node, int]:
+        """A loss of torch's, without its mean or sum."""
         target: Any = node.target
         args, given = node.args, dict(node.kwargs)
+        n_rows = [len(each[node.all_input_nodes[0]]) for each in self._values]
         if node.op == "call_module":
             part: Any = copy.deepcopy(self._module.get_submodule(str(target)))
-            options = {"target": args[-1] if args else None, **given}
-            self._check_mean(type(part).__name__, vars(part) | part._buffers | options, "mean")
+            options = vars(part) | part._buffers | {"target": args[-1] if args else None, **given}
+            divisor = self._check_reduction(type(part).__name__, options, divisor, n_rows)
             part.reduction = "none"
             target = f"{target}_of_samples"
             self._module.add_submodule(target, part)
         elif isinstance(target, torch._ops.OpOverload):
             known = {x.name: x.default_value for x in target._schema.arguments}
             args, given = (), known | dict(zip(known, args, strict=False)) | given
-            self._check_mean(name, given, _MEAN)
+            divisor = self._check_reduction(name, given, divisor, n_rows)
             given["reduction"] = _UNREDUCED
         elif target is getattr(functional, name, None) and inspect.isfunction(target):
             args, given = (), Call(target, args, given, None).arguments
-            self._check_mean(name, given, "mean")
+            divisor = self._check_reduction(name, given, divisor, n_rows)
             given["reduction"] = "none"
         else:
-            raise _OtherLossError(f"{name} is no mean over samples")
-        return self._call(node.op, target, args, given)
+            raise _OtherLossError(f"{name} is no {_kind_of(divisor)} over samples")
+        return self._call(node.op, target, args, given), divisor
 
-    def _check_mean(self, name: str, options: dict[str, Any], mean: object) -> None:
-        """Refuse a loss that is no mean over elements, equally many of each sample."""
-        if options.get("reduction") != mean or name in _OTHERS:
-            raise _OtherLossError(f"{name} is no mean over samples")
-        if name in _CLASS_LOSSES and options.get("weight") is not None:
+    def _check_reduction(
+        self, name: str, options: dict[str, Any], divisor: int, n_rows: Sequence[int]
+    ) -> int:
+        """Refuse a loss that is no sum, or no mean over elements, equally many of each sample;
+        returns the divisor, that of a batchmean too."""
+        if options.get("reduction") == "batchmean" and not divisor:
+            return self._per_sample(n_rows)
+        wanted = _kind_of(divisor)
+        if options.get("reduction") not in (wanted, _REDUCTIONS[wanted]) or name in _OTHERS:
+            raise _OtherLossError(f"{name} is no {wanted} over samples")
+        if divisor or name not in _CLASS_LOSSES:
+            return divisor
+        if options.get("weight") is not None:
             raise _OtherLossError(f"{name} has weights of classes")
         ignored = options.get("ignore_index", IGNORED)
-        is_whole = ignored == IGNORED and self._all_count(options.get("target"))
-        if name in _CLASS_LOSSES and not is_whole:
+        if ignored != IGNORED or not self._all_count(options.get("target")):
             raise _OtherLossError(f"{name} leaves out labels of {ignored}")
+        return divisor

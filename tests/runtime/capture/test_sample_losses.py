@@ -19,6 +19,7 @@ class Scored(nn.Module):
         super().__init__()
         self.layer, self.scale = nn.Linear(5, 4), nn.Parameter(torch.tensor(0.5))
         self.mse, self.smooth = nn.MSELoss(), nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.divergence = nn.KLDivLoss(reduction="batchmean")
         self.loss = loss
 
     def forward(self, x, labels):
@@ -29,6 +30,17 @@ def of_all_kinds(m, z, y):
     loss = F.mse_loss(z, torch.zeros_like(z))
     loss += m.scale.square() * z.abs().mean()
     return (loss - 3).reshape(1).squeeze().double() / 4 + m.scale
+
+
+def of_a_vae(m, z):
+    made = F.mse_loss(z, torch.ones_like(z), reduction="sum")
+    return made.double() - 0.5 * torch.sum(1 + z - z.exp()) / 3
+
+
+def of_a_teacher(m, z):
+    student, teacher = F.log_softmax(z, -1), F.softmax(z * 2, -1)
+    found = F.kl_div(student, teacher, reduction="batchmean") * m.scale
+    return found + m.divergence(student.view(-1, 4), teacher.view(-1, 4)) + z.mean()
 
 
 def over_those_that_count(z, y):
@@ -46,6 +58,11 @@ MEANS = {
     "sum of all kinds": of_all_kinds,
     "mean of each sample's": lambda m, z, y: z.square().sum((1, 2)).mean(),
     "mean over named dims": lambda m, z, y: z.sum((1, 2)).mean(0) + z.square().mean(dim=(0, 1, 2)),
+    "sum over the batch size": lambda m, z, y: of_a_vae(m, z) / z.size(0),
+    "sum of labels that count": lambda m, z, y: (
+        F.cross_entropy(z.mT, y, torch.arange(4.0), reduction="sum") / y.numel()
+    ),
+    "mean over the batch": lambda m, z, y: of_a_teacher(m, z),
     "labels that count": lambda m, z, y: over_those_that_count(z, y),
 }
 
@@ -99,7 +116,11 @@ OTHERS = {
     ),
     "product": (lambda m, z, y: z.mean() * z.abs().mean(), "mul is no mean"),
     "no samples' share": (lambda m, z, y: z.mean((0, 1)).mean(), "mean is no mean"),
-    "by the batch": (lambda m, z, y: z.mean() / len(z), "truediv is no mean"),
+    "constant by the batch": (
+        lambda m, z, y: (z.sum() + m.scale) / len(z), "divides what depends on no sample",
+    ),
+    "twice by the batch": (lambda m, z, y: z.sum() / len(z) / len(z), "truediv is no mean"),
+    "by the batch": (lambda m, z, y: z.mean() / len(z), "mean is no sum"),
 }  # fmt: skip
 
 
