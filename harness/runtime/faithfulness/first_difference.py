@@ -94,6 +94,8 @@ class _DifferenceRecorder(TorchFunctionMode):
         has_gradient, has_autocast = self._contexts()
         if function_name(func) == "register_hook":
             self._add_construct("a hook on a tensor", _user_frame())
+        if function_name(func) == "requires_grad_":
+            self._add_construct("a change of requires_grad", _user_frame())
         if isinstance(result, torch.dtype) and has_autocast and result.itemsize == 2:
             read = f"a read of a dtype, {result} here and torch.float32 in the graph"
             self._add_construct(read, _user_frame())
@@ -154,8 +156,7 @@ def find_first_difference(
     """
     constructs = {text: text for text in _hooks_of(task.model)}
     recordings, runs = [], []
-    modules = task.model.named_modules()
-    attributes = {path: simple_attributes(module) for path, module in modules}
+    attributes = {path: dict(vars(module)) for path, module in task.model.named_modules()}
     buffers = {name: (b, b.detach().clone()) for name, b in task.model.named_buffers()}
     seed_all(seed)
     for batch in batches:
@@ -225,7 +226,8 @@ def _written(
     buffers: dict[str, tuple[Tensor, Tensor]],
     attributes: dict[str, dict[str, Any]],
 ) -> Iterable[str]:
-    """Buffers and simple attributes that forward changed, except those of torch's own modules."""
+    """Buffers, and attributes that are simple or tensors, that forward changed, except those of
+    torch's own modules."""
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn"):
             continue
@@ -233,9 +235,11 @@ def _written(
             known, value = buffers.get(name, (buffer, buffer))
             if known is not buffer or not torch.equal(buffer, value):
                 yield f"the buffer {name}, which forward writes"
-        before = attributes.get(path, {})
-        for name, value in simple_attributes(module).items():
-            if before.get(name, value) != value:
+        before, simple = attributes.get(path, {}), simple_attributes(module)
+        for name, value in vars(module).items():
+            old = before.get(name, value)
+            is_tensor = isinstance(old, Tensor) or isinstance(value, Tensor)
+            if (old is not value) if is_tensor else (name in simple and old != value):
                 yield f"the attribute {f'{path}.{name}'.strip('.')}, which forward writes"
 
 

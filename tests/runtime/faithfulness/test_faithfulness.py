@@ -62,6 +62,19 @@ def frozen(made):
     made.first.requires_grad_(False)
 
 
+def carrying(made, x):
+    state = torch.tanh(made.second(x) + (0 if made.last_state is None else made.last_state))
+    made.last_state = state.detach().mean(0)
+    return state
+
+
+def freezing(made, x):
+    made.second.requires_grad_(False)
+    found = torch.tanh(made.second(x))
+    made.second.requires_grad_(True)
+    return found
+
+
 def dropping(*, is_on):
     def prepare(made):
         made.drop = nn.Dropout(0.5).train(is_on)
@@ -84,6 +97,10 @@ LIES = {
                lambda: net(lambda self, x: self.second(x).tanh() * (1 + self.seen), with_buffer),
                ["buffer seen"]),
     "attribute": (AttributeCounted, net, ["the attribute n_calls, which forward writes"]),
+    "state": (lambda: net(carrying, lambda made: setattr(made, "last_state", None)), net,
+              ["the attribute last_state, which forward writes"]),
+    "frozen in forward": (lambda: net(freezing), net,
+                          ["a change of requires_grad (test_faithfulness.py:"]),
     "frozen": (net, lambda: net(prepare=frozen), ["gradient of first.0.weight"]),
     "dropout in eval mode": (lambda: dropping(is_on=False), lambda: dropping(is_on=True),
                              ["random numbers", "(torch)"]),
