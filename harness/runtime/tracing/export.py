@@ -91,6 +91,9 @@ def export(
     return module
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 def _exported(
     model: nn.Module,
     examples: tuple[Tensor, ...],
@@ -119,6 +122,8 @@ def _exported(
     with (
         patches.autograd_functions(functions.apply),
         patches.replaced(Tensor, "register_hook", register_hook),
+        # torch.export would keep the data of now as a constant.
+        patches.replaced(Tensor, "data", property(Tensor.detach, _SET_DATA)),
         torch.set_grad_enabled(torch.is_grad_enabled()),  # which a model may set itself
         # PyTorch's transformer layers would read whether a mask is causal; they apply it as it is.
         patches.replaced(nn.modules.transformer, "_detect_is_causal_mask", said),

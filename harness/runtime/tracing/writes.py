@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from harness.errors import ModelError
+from harness.errors import WITHOUT_PLAN, ModelError
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.executor.shards.inplace import (
@@ -131,9 +131,10 @@ def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) 
     the other users run elsewhere or later.
 
     Raises:
-        ModelError: an operator's in-place change has no out-of-place form.
+        ModelError: an operator's in-place change has no out-of-place form, or is of a parameter.
     """
     memory = _Memory(module, examples)
+    _check_parameters(module, memory)
     if drop_empty_parts(module, memory.values):
         memory = _Memory(module, examples)
     check_sizes(memory.values)
@@ -151,6 +152,20 @@ def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) 
             _work_out_of_place(module, memory, writer)
     module.graph.lint()
     module.recompile()
+
+
+def _check_parameters(module: fx.GraphModule, memory: _Memory) -> None:
+    """Refuse changes of parameters, but of the rows that a lookup shortens."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for writer in memory.changed:
+        base = memory.chain(memory.target(writer))[0]
+        is_lookup = function_name(writer.target).startswith("embedding")
+        if base.op == "get_attr" and base.target in names and not is_lookup:
+            raise ModelError(
+                f"forward changes the parameter {base.target!r} in place "
+                f"({function_name(writer.target)}): change it between steps, or compute with a "
+                f"copy (clone) of it, or {WITHOUT_PLAN}"
+            )
 
 
 def _is_shared(memory: _Memory, writer: fx.Node) -> bool:

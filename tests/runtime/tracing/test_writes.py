@@ -326,3 +326,35 @@ def test_a_buffer_is_written_where_it_is_read():
     check_buffers(strategy_of(graph, {}), graph)
     with pytest.raises(StrategyError, match=r"'child.seen', which operator 'read_child_seen' has"):
         check_buffers(strategy_of(graph, {"write_child_seen": 1}), graph)
+
+
+class Clipping(nn.Module):
+    """A weight that each forward clips, beside a branch that torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.layer.weight.data.clamp_(-100, 100)
+        return self.layer(x) if x.shape[0] > 0 else x
+
+
+def test_a_parameter_that_an_exported_forward_changes_is_refused():
+    with pytest.raises(
+        ModelError, match=r"changes the parameter '.*layer\.weight' in place \(clamp_"
+    ):
+        capture(task_on(Clipping()), 6, "clipping")
+
+
+class Reading(Clipping):
+    def forward(self, x):
+        return self.layer(x) * self.layer.weight.data.sum() if x.shape[0] > 0 else x
+
+
+def test_an_exported_forward_reads_the_data_of_a_parameter_in_every_step():
+    model, x = Reading(), torch.rand(6, 4)
+    module = trace(model, (x,))
+    for each in (model, module):
+        nn.init.constant_(each.get_parameter("layer.weight"), 0.5)
+    torch.testing.assert_close(module(x), model(x))
