@@ -114,9 +114,11 @@ class RankAgent:
         while True:
             self._wait(beat_s - time.monotonic())
             now_s = time.monotonic()
-            gap_s, before_s = now_s - before_s, now_s
+            gap_s, before_s, limit_s = now_s - before_s, now_s, self._limit_s
             self._take_signals(now_s)
             self._take_messages(now_s)
+            if self._limit_s < limit_s:  # the ranks have met; the wait before had no limit
+                gap_s, beat_s = 0.0, now_s
             if self._peers is not None:
                 self._peers.receive(now_s)
             self._reap(now_s)

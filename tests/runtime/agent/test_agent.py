@@ -205,6 +205,19 @@ time.sleep(600)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_wait_before_all_ranks_have_met_does_not_count_as_frozen():
+    script = """
+import socket, time
+from harness.runtime.agent.wire import Channel
+time.sleep(1)
+channel = Channel.from_environment()
+channel.meet(socket.create_server(("", 0)), 0, ["a"], "token", 0.8)
+time.sleep(0.1)
+channel.leave()
+"""
+    assert run(sys.executable, "-c", script) == (0, "", "")
+
+
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
     monkeypatch.setattr(ended, "n_oom_kills", lambda: 3)
     monkeypatch.setattr(ended, "cgroup_memory_bytes", lambda: 150 << 20)
