@@ -161,7 +161,7 @@ def _work(
     channel: Channel,
     comm: Any,
 ) -> int:
-    from harness.cases import has_failed
+    from harness.cases import exit_code
     from harness.launch import Launcher, SweepEnded
     from harness.runtime.ranks.rendezvous import meet
 
@@ -209,7 +209,7 @@ def _work(
     meeting.leave()
     if ended and world.is_first:
         raise ended
-    return int(world.is_first and has_failed(headers))
+    return exit_code(headers) if world.is_first else 0
 
 
 @contextlib.contextmanager

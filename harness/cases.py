@@ -16,7 +16,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import HOST_SETTINGS, RankInfo, RunHeader, device_names, run_key
-from harness.errors import ModelError, ResultsError
+from harness.errors import EXIT_CODE, ModelError, ResultsError
 from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.places import check_results
 from harness.measure.store import read_header
@@ -204,10 +204,12 @@ def adjacent_cases(cases: Sequence[Case]) -> list[list[int]]:
     return [list(positions) for _, positions in groups]
 
 
-def has_failed(headers: Sequence[RunHeader]) -> bool:
-    """Whether a run failed; one that ranks were lost from has not if the run that goes on is ok."""
+def exit_code(headers: Sequence[RunHeader]) -> int:
+    """That of a launch: 0 if no run failed, `EXIT_CODE` if another launch would fail likewise, else
+    1. A run that ranks were lost from has not failed if the run that goes on is ok."""
     gone_on = {header.config.get("continues") for header in headers}
-    return any(h.status not in _FINISHED and h.run_id not in gone_on for h in headers)
+    failed = {h.status for h in headers if h.status not in _FINISHED and h.run_id not in gone_on}
+    return EXIT_CODE if failed == {"invalid"} else int(bool(failed))
 
 
 def finished_repeats(results: Path, ranks: Sequence[RankInfo] = ()) -> dict[str, list[RunHeader]]:

@@ -138,7 +138,10 @@ class _Keeper:
                 _say(f"mpirun ended with exit code {code}; checking {len(self._hosts)} hosts")
                 fit, before = self._fit_hosts(), missing
                 missing = [host for host in self._hosts if host not in fit]
-                if not fit or (code == EXIT_CODE and missing == before):  # which refused the flags
+                if not fit:
+                    return code
+                if code == EXIT_CODE and missing == before:
+                    _say("the same launch would fail again: correct what its error names")
                     return code
                 words = self._command.on(
                     fit, self._hosts, _write(fit, Path(directory) / "hosts.txt")
@@ -209,7 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         "  bash setup/keep_training.sh mpirun -np 5 --hostfile hosts/tesla.txt \\\n"
         "    ./entry.sh train --model vgg16 --strategy searched --batch-size 160 --epochs 90 \\\n"
         "    --save-every 100\n\n"
-        "exit code: that of the last launch; a command that `train` refuses is not repeated",
+        "exit code: that of the last launch. If `train` refuses the command, or all runs that\n"
+        "failed are invalid, the launch is not repeated",
     )
     parser.add_argument(
         "--max-restarts", default="10", metavar="N", help="number of launches after the first "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from made_runs import header_of, workload_of, world_of
 
 from harness import launch
-from harness.cases import Case, PlannedRun, has_failed, remaining_repeats
+from harness.cases import Case, PlannedRun, exit_code, remaining_repeats
 from harness.launch import Launcher
 from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.store import read_header, write_header
@@ -66,11 +66,11 @@ def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
     assert [one.header.run_id for one in find_earlier(tmp_path, run, [run], 1)] == ["c"]
 
 
-@pytest.mark.parametrize(("last", "failed"), [("ok", False), ("crash", True)])
-def test_a_run_that_lost_a_rank_counts_by_the_one_that_goes_on(last, failed):
+@pytest.mark.parametrize(("last", "code"), [("ok", 0), ("crash", 1), ("invalid", 2)])
+def test_a_run_that_lost_a_rank_counts_by_the_one_that_goes_on(last, code):
     lost = header_of(run_id="a", status="crash")
-    assert has_failed([lost])
-    assert has_failed([lost, header_of(status=last, config={"continues": "a"})]) == failed
+    assert exit_code([lost]) == exit_code([lost, header_of(run_id="b", status="invalid")]) == 1
+    assert exit_code([lost, header_of(status=last, config={"continues": "a"})]) == code
 
 
 class Answers:
