@@ -19,6 +19,8 @@ from harness.inputs import MOST_S, is_amount, is_positive
 SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 2
 CLUSTER_FILE = "cluster.json"
+# Measured rates and speeds of equal machines differ by less.
+ALIKE = 1.1
 ANY_KIND = "device"  # of devices whose model nobody says
 
 _MOST_LISTED = 512  # devices
@@ -221,6 +223,11 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
             if a != b
         ]
         return cls(nodes=nodes, links=links)
+
+
+def are_near(a: float, b: float) -> bool:
+    """Whether two measured rates or speeds may be those of equal machines."""
+    return a == b or max(a, b) <= ALIKE * min(a, b)
 
 
 def _check_device(device: Device) -> None:

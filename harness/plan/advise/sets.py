@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.domain.cluster import Cluster, Device, Link
+from harness.domain.cluster import ALIKE, Cluster, Device, Link, are_near
 from harness.plan.simulate.network import Network
 
 # Payload of TCP over Ethernet with frames of 1,500 B, as a share of the nominal rate.
@@ -128,8 +128,6 @@ def _with_curves(old: Cluster, new: Cluster) -> Cluster:
 
 
 MOST_SETS = 40
-# Measured rates and speeds of equal machines differ by less.
-_ALIKE = 1.1
 
 
 def node_classes(cluster: Cluster) -> list[list[int]]:
@@ -151,18 +149,14 @@ def _are_alike(cluster: Cluster, network: Network, a: int, b: int) -> bool:
     return (
         len(own) == len(other)
         and all(map(_is_alike, own, other))
-        and all(map(_is_near, _rates(network, a, b), _rates(network, b, a)))
+        and all(map(are_near, _rates(network, a, b), _rates(network, b, a)))
     )
 
 
 def _is_alike(a: Device, b: Device) -> bool:
     return (
-        a.kind == b.kind and _is_near(a.speed, b.speed) and _is_near(a.memory_bytes, b.memory_bytes)
+        a.kind == b.kind and are_near(a.speed, b.speed) and are_near(a.memory_bytes, b.memory_bytes)
     )
-
-
-def _is_near(a: float, b: float) -> bool:
-    return a == b or max(a, b) <= _ALIKE * min(a, b)
 
 
 def _rates(network: Network, node: int, without: int) -> list[float]:
@@ -184,7 +178,7 @@ def devices_by_speed(cluster: Cluster, device_s: Sequence[float]) -> list[list[i
     nodes: list[list[int]] = [[] for _ in cluster.nodes]
     for k, node in enumerate(cluster.node_of()):
         nodes[node].append(k)
-    alike_s = [_ALIKE * min(device_s[k] for k in own) for own in nodes]
+    alike_s = [ALIKE * min(device_s[k] for k in own) for own in nodes]
     return [
         [k for _, k in sorted((device_s[k] // alike, k) for k in own)]
         for own, alike in zip(nodes, alike_s, strict=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import Cluster, are_near
 from harness.domain.shard_state import ShardState, shards_in_nodes
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import ParallelLayout
@@ -50,25 +50,30 @@ class NodeLinks(NamedTuple):
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> NodeLinks:
-        """The slowest link inside the first node, and from it to the second one.
+        """The slowest link inside the first node, from it to the others, and interface of a node.
 
         Raises:
             PlanError: nodes or devices differ, or a bandwidth is missing.
         """
-        kinds = {(d.kind, d.speed, d.memory_bytes, d.host_s_per_byte) for d in cluster.devices}
-        shapes = {(len(node.devices), node.nic_bytes_per_s) for node in cluster.nodes}
-        if len(shapes) > 1 or len(kinds) > 1:
-            raise PlanError(
-                "--cost layouts plans for equal nodes of equal devices, and the cluster has "
-                f"{len(shapes)} kinds of node and {len(kinds)} of device: use --cost simulator"
-            )
+        nics = sorted(node.nic_bytes_per_s or np.inf for node in cluster.nodes)
+        for what, values in (
+            ("devices in a node", {len(node.devices) for node in cluster.nodes}),
+            ("kind", {device.kind for device in cluster.devices}),
+            ("speed", {device.speed for device in cluster.devices}),
+            ("memory_bytes", {device.memory_bytes for device in cluster.devices}),
+            ("nic_bytes_per_s", {nics[0]} if are_near(nics[0], nics[-1]) else set(nics)),
+        ):
+            if len(values) > 1:
+                raise PlanError(
+                    "--cost layouts plans for equal nodes of equal devices, and the cluster's "
+                    f"differ in {what} ({min(values)} and {max(values)}): use --cost simulator"
+                )
         n_each = len(cluster.nodes[0].devices)
         own = {device.name for device in cluster.nodes[0].devices}
         links = [link for link in cluster.links if link.source in own]
         near = [link for link in links if link.target in own]
         far = [link for link in links if link.target not in own]
-        nic = cluster.nodes[0].nic_bytes_per_s
-        if (n_each > 1 and not near) or (len(cluster.nodes) > 1 and not far and nic is None):
+        if (n_each > 1 and not near) or (len(cluster.nodes) > 1 and not far and np.isinf(nics[0])):
             raise PlanError("the cluster lacks links of its first node: measure or write them")
         return cls(
             n_each,
@@ -76,7 +81,7 @@ class NodeLinks(NamedTuple):
             max((link.latency_s for link in near), default=0.0),
             min((link.bandwidth_bytes_per_s for link in far), default=np.inf),
             max((link.latency_s for link in far), default=0.0),
-            nic or np.inf,
+            nics[0],
             Curves(cluster),
         )
 

@@ -29,6 +29,7 @@ from harness.plan.layouts.degrees import (
     profiled_layout,
 )
 from harness.plan.layouts.judging import judged
+from harness.plan.layouts.links import NodeLinks
 from harness.plan.layouts.planner import LayoutSearch
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -418,11 +419,23 @@ def test_a_strategy_file_is_predicted_as_the_layout_that_wrote_it(
 def test_unlike_nodes_are_refused():
     other = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=1).nodes[0]
     renamed = Cluster(nodes=[cluster().nodes[1], other], links=[])
-    with pytest.raises(PlanError, match="equal nodes"):
+    with pytest.raises(PlanError, match=r"equal nodes .* differ in devices in a node \(1 and "):
         run("layouts", request(renamed))
     unlinked = Cluster(nodes=cluster().nodes, links=[])
     with pytest.raises(PlanError, match="lacks links of its first node"):
         run("layouts", request(unlinked))
+
+
+def test_equal_nodes_may_differ_by_the_errors_of_measurements():
+    nodes = list(cluster().nodes)
+    for k, node in enumerate(nodes):
+        devices = [replace(device, host_s_per_byte=1e-9 * k) for device in node.devices]
+        nodes[k] = replace(node, devices=devices, nic_bytes_per_s=1e9 * (1 + k / 100))
+    measured = Cluster(nodes=nodes, links=cluster().links)
+    assert NodeLinks.from_cluster(measured).nic == 1e9
+    nodes[1] = replace(nodes[1], nic_bytes_per_s=2e9)
+    with pytest.raises(PlanError, match="nic_bytes_per_s"):
+        NodeLinks.from_cluster(Cluster(nodes=nodes, links=cluster().links))
 
 
 GRAPH = chain_graph("chain", [PlannedLayer(f"l{k}", 8, 8) for k in range(4)], 8, 4)
