@@ -240,9 +240,10 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     """The command that trains by the best strategy on its machines alone."""
     best = advice.best
     hosts = ",".join(f"{node.name}:{len(node.devices)}" for node in best.cluster.nodes)
-    words = ["mpirun", "-np", str(best.cluster.n_devices), "--host", hosts] if (
-        best.cluster.n_devices > 1
-    ) else []  # fmt: skip
+    is_here = best.node_names == [advice.cluster.nodes[0].name]  # where commands are given
+    words = [] if is_here and best.cluster.n_devices == 1 else [
+        "mpirun", "-np", str(best.cluster.n_devices), "--host", hosts
+    ]  # fmt: skip
     if not are_first(best, advice):  # within one node
         (ranks,) = local_ranks(best, advice)
         visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, ranks))}"
@@ -271,6 +272,6 @@ def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
     if args.output is not None:
         return [str(args.output)]
     if best.family not in ("single", "pipeline"):
-        return ["searched"]
+        return ["searched", *(["--memory", args.memory] if args.memory else [])]
     flow = ["--schedule", strategy.schedule, "--microbatches", str(strategy.n_microbatches)]
     return ["tp=1" if best.family == "single" else "pipeline", *flow, *saved]

@@ -495,6 +495,16 @@ def test_optimizers_have_the_names_of_training(results, printed, flags, n_states
     assert static < found["sets"][0]["memory_bytes"] < static + 4 * N_PARAMETERS
 
 
+def test_the_command_has_the_machine_and_the_memory_of_the_advice(results, printed):
+    two = part_of(tesla(), [0, 4])
+    turned = msgspec.structs.replace(two, nodes=two.nodes[::-1])
+    (results / "cluster.json").write_bytes(turned.to_json())
+    said = printed("advise", results, "--batch-size 16 --strategies single").out
+    assert "train it (add the model's size flags, if any): mpirun -np 1 --host ecetesla0:1 " in said
+    said = printed("advise", results, "--batch-size 16 --strategies searched --memory 900MB").out
+    assert said.endswith(" --strategy searched --memory 900MB\n")
+
+
 def test_strategies_of_one_device_do_not_say_that_others_do_not_fit(results, printed):
     said = printed("advise", results, "--batch-size 16 --strategies single").out
     assert "too, no strategy of --strategies fits." in said
