@@ -241,6 +241,7 @@ def test_only_what_timing_takes_is_taken_off_and_said(tmp_path, printed):
         words = ("--operators", tmp_path / "o.csv", "--batch-size 8 --output", tmp_path)
         out = printed("import", *words).out
         assert ("timing an operator" in out, said in out) == (bool(said), True)
+        assert "parameters and outputs cost nothing" in out
         times = Profile.load(tmp_path / "profile-o.json").measurements
         assert times[-1].forward_s == pytest.approx(kept / 1e3)
 
