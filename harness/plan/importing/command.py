@@ -149,7 +149,7 @@ def _model(
         if args.batch_size is None:
             raise ConfigError("--operators needs --batch-size B, the samples of its step")
         said.append("assumed: an operator's time grows in proportion to its samples")
-        said.append("assumed: parameters and outputs cost nothing, because --operators has no bytes")
+        said.append("assumed: parameters and outputs cost nothing: --operators has no bytes")
         with naming(args.operators):
             graph, profile = read_operators(
                 args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers or 1
