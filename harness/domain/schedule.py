@@ -26,6 +26,8 @@ ActionKind = Literal["forward", "backward", "weight"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
+AHEAD = 6  # exchanges beyond the one that a device waits for, whose receives it posts at most
+
 
 class Action(NamedTuple):
     """One pass of one microbatch through one stage.

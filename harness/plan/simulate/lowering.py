@@ -35,6 +35,7 @@ from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints
 from harness.plan.simulate.work import (
     Dependents,
+    Received,
     RowBytes,
     TaskOrder,
     Work,
@@ -237,8 +238,28 @@ class _Rows:
             ),
             self.of(number),
             repeats,
+            self._received(),
         )
         return order
+
+    def _received(self) -> Received:
+        """What rows get from other stages, and send back to them."""
+        edges, flow, n_devices = self.edges, self._flow, self._tables.n_devices
+        from_stage = flow.stage_of[edges.source // n_devices]
+        to_stage = flow.stage_of[edges.target // n_devices]
+        crosses = (from_stage != to_stage) & self._tables.costs.knows_saved
+        n_bytes, stage = np.zeros((2, self.n)), np.zeros((2, self.n), dtype=np.int64)
+        from_row, to_row = self.row_at[edges.source], self.row_at[edges.target]
+        sent, returned = (
+            edges.n_bytes * (crosses & edges.goes),
+            edges.n_bytes * (crosses & self.returns),
+        )
+        n_bytes[FORWARD] = np.bincount(to_row, sent, self.n)
+        n_bytes[BACKWARD] = np.bincount(from_row, returned, self.n)
+        np.maximum.at(stage[FORWARD], to_row[crosses], from_stage[crosses])
+        stage[BACKWARD] = len(flow.recompute)
+        np.minimum.at(stage[BACKWARD], from_row[crosses], to_stage[crosses])
+        return Received(n_bytes, stage, np.bincount(to_row, returned, self.n))
 
     def triggered(self, buckets: Buckets, order: TaskOrder) -> tuple[Buckets, Ints]:
         """All buckets, with averages of replicas, and the task after which each end starts."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness.domain.schedule import AHEAD
 from harness.plan.compiled import compiled, inlined
 from harness.plan.simulate.passes import BACKWARD, FORWARD, N_PASSES, NONE, RECOMPUTE, WEIGHT
 
@@ -38,6 +39,20 @@ class RowBytes(NamedTuple):
     gradients: Any  # (R,) allocated by the first backward, and held to the end of the step
 
 
+class Received(NamedTuple):
+    """What a row gets from other stages, and sends back to them.
+
+    Attributes:
+        n_bytes: (2, R) bytes that it waits for in forward, and in backward.
+        stage: (2, R) the stage that sends them.
+        returned: (R,) bytes of gradients that it sends to the stage of its inputs.
+    """
+
+    n_bytes: Any
+    stage: Any
+    returned: Any
+
+
 class TaskOrder(NamedTuple):
     """The tasks of each device in their order."""
 
@@ -49,12 +64,65 @@ class TaskOrder(NamedTuple):
 
 
 @compiled
+def _positions(flow: Any) -> Any:
+    """(3, microbatches, stages) number of each action among those of its rank."""
+    found = np.full((3, flow.n_microbatches, len(flow.stage_ptr) - 1), NONE, np.int64)
+    for rank in range(len(flow.action_ptr) - 1):
+        begin, end = flow.action_ptr[rank], flow.action_ptr[rank + 1]
+        for a in range(begin, end):
+            found[flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]] = a - begin
+    return found
+
+
+@compiled
+def _exchanges(flow: Any, own_rows: Any, rank: int, received: Any, positions: Any) -> Any:
+    """(n,) bytes of each exchange of a rank's device, its action, the other rank, and the number
+    of the action that the other rank sends it after.
+
+    Args:
+        own_rows: (operators,) the device's row of each, or NONE.
+    """
+    n_ranks = len(flow.action_ptr) - 1
+    begin, end = flow.action_ptr[rank], flow.action_ptr[rank + 1]
+    n_most = (end - begin) * (own_rows != NONE).sum()
+    n_bytes, at = np.empty(n_most), np.empty((3, n_most), np.int64)
+    n = 0
+    for a in range(begin, end):
+        kind, microbatch, stage = flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]
+        low, high = flow.stage_ptr[stage], flow.stage_ptr[stage + 1]
+        for k in range(high - low if kind != WEIGHT else 0):
+            row = own_rows[flow.stage_ops[low + k if kind == FORWARD else high - 1 - k]]
+            if row == NONE or received.n_bytes[kind, row] == 0:
+                continue
+            sender = received.stage[kind, row]
+            n_bytes[n] = received.n_bytes[kind, row]
+            at[0, n], at[1, n] = a, sender % n_ranks
+            at[2, n] = positions[kind, microbatch, sender]
+            n += 1
+    return n_bytes[:n], at[:, :n]
+
+
+@inlined
+def _can_be_sent(flow: Any, at: Any, exchange: int, action: int, positions: Any) -> bool:
+    """Whether an exchange needs nothing that this device sends after an action or later."""
+    n_stages, n_ranks = len(flow.stage_ptr) - 1, len(flow.action_ptr) - 1
+    for a in range(action, at[0, exchange]):
+        kind, microbatch = flow.actions[a, 0], flow.actions[a, 1]
+        reader = flow.actions[a, 2] + (1 if kind == FORWARD else -1)
+        if kind != WEIGHT and 0 <= reader < n_stages and reader % n_ranks == at[1, exchange]:
+            if positions[kind, microbatch, reader] <= at[2, exchange]:
+                return False
+    return True
+
+
+@compiled
 def order_tasks(
     flow: Any,
     row_at: Any,  # (operators, devices) the row, or NONE
     n_bytes: Any,  # RowBytes
     segment_of: Any,  # (R,) number of the segment, which a device runs again together
     recompute: Any,  # (R,) whether it runs again
+    received: Any,  # Received
 ) -> Any:
     """Chain every device's tasks."""
     n_microbatches, stage_ptr, stage_ops = flow.n_microbatches, flow.stage_ptr, flow.stage_ops
@@ -67,11 +135,16 @@ def order_tasks(
     first = np.full(n_devices, NONE, np.int64)
     last = np.full(n_devices, NONE, np.int64)
     peak = np.zeros(n_devices)
+    positions, n_ranks = _positions(flow), len(flow.action_ptr) - 1
     for device in range(n_devices):
         rank = flow.rank_of[device]
         if rank == NONE:
             continue
         memory = 0.0
+        arriving, at = _exchanges(flow, row_at[:, device], rank, received, positions)
+        exchange = posted = 0
+        sent_bytes, sent_to = np.empty(len(following)), np.empty((2, len(following)), np.int64)
+        n_sent = n_freed = 0
         for a in range(flow.action_ptr[rank], flow.action_ptr[rank + 1]):
             kind, microbatch, stage = flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
@@ -94,6 +167,20 @@ def order_tasks(
                             peak[device] = max(peak[device], memory + brief_bytes[again])
                             task = (RECOMPUTE * n_microbatches + microbatch) * rows + again
                             _append(task, device, following, position, first, last)
+                if kind != WEIGHT and received.n_bytes[kind, row] > 0:
+                    while posted < min(exchange + 1 + AHEAD, len(arriving)) and (
+                        posted <= exchange or _can_be_sent(flow, at, posted, a, positions)
+                    ):
+                        memory += arriving[posted]
+                        posted += 1
+                    memory -= arriving[exchange]  # which is now part of what the row holds
+                    while n_freed < n_sent and (
+                        sent_to[0, n_freed] == at[1, exchange]
+                        and sent_to[1, n_freed] <= at[2, exchange]
+                    ):
+                        memory -= sent_bytes[n_freed]
+                        n_freed += 1
+                    exchange += 1
                 task = (kind * n_microbatches + microbatch) * rows + row
                 freed = 0.0
                 if kind == FORWARD:  # a recomputed row's activations count in backward
@@ -107,6 +194,13 @@ def order_tasks(
                 passing = passing_bytes[FORWARD if kind == FORWARD else BACKWARD, row]
                 peak[device] = max(peak[device], memory + passing)
                 memory -= freed
+                if kind == BACKWARD and received.returned[row] > 0:
+                    reader = received.stage[FORWARD, row]
+                    sent_bytes[n_sent] = received.returned[row]
+                    sent_to[0, n_sent] = reader % n_ranks
+                    sent_to[1, n_sent] = positions[BACKWARD, microbatch, reader]
+                    memory += sent_bytes[n_sent]
+                    n_sent += 1
                 _append(task, device, following, position, first, last)
     return TaskOrder(following, position, first, last, peak)
 

@@ -92,8 +92,9 @@ class Runner:
         self.loss = torch.zeros((), device=self._device)
         if actions not in self._receives_of:
             self._receives_of[actions] = Receives(
-                actions, self._at, len(self._sizes), self._channels, self._phases, self._dtype
-            )
+                actions, self._at, len(self._sizes), self._channels, self._phases, self._dtype,
+                first,
+            )  # fmt: skip
         self._receives = self._receives_of[actions]
         self._receives.start(first)
         self._gathers.start_step(actions, is_muted=self._channels.is_muted)

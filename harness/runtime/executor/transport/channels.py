@@ -202,8 +202,15 @@ class Channels:
                 peers,
             ) from error
 
+    def sent_at(self, message: Message, microbatch: int) -> Moment:
+        """The segment after which a message is sent, among those of its sender."""
+        return self._moment(message, message.sender.stage, microbatch, message.after)
+
+    def read_at(self, message: Message, microbatch: int) -> Moment:
+        """The segment that waits for a message, among those of its reader."""
+        return self._moment(message, message.reader.stage, microbatch, message.before)
+
     def _moment(self, message: Message, stage: int, microbatch: int, position: int) -> Moment:
-        """When a segment at an end of a message runs."""
         order = self._order(stage, microbatch, message.is_backward)
         return order, -position if message.is_backward else position
 
@@ -217,7 +224,7 @@ class Channels:
         label = partial(_label, message, microbatch, f"to rank {reader.rank}")
         with self._waiting(label, reader.rank):
             work = dist.isend(tensor, reader.rank, **self._route(message, microbatch))
-        read_at = self._moment(message, reader.stage, microbatch, message.before)
+        read_at = self.read_at(message, microbatch)
         self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
     def receive(self, message: Message, dtype: torch.dtype, microbatch: int) -> Transfer:
@@ -231,8 +238,7 @@ class Channels:
                 work = dist.irecv(buffer, sender.rank, **self._route(message, microbatch))
         elif not buffer.is_floating_point():
             buffer.zero_()  # because indices must be valid
-        sent_at = self._moment(message, sender.stage, microbatch, message.after)
-        return Transfer(work, buffer, message, label, sent_at)
+        return Transfer(work, buffer, message, label, self.sent_at(message, microbatch))
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a receive, which has its pieces then."""

@@ -7,7 +7,11 @@ Receives are posted in the order in which other devices send, some exchanges ahe
 
 A transfer starts when both ends have posted it, and needs a buffer from then on. With few posted
 receives, a slow link idles until this device waits. Posting takes CPU time, which is free during a
-wait but delays computing, so all but the first receives are posted during waits.
+wait but delays computing, so all but the first receives are posted during waits. A message that
+cannot have been sent yet, because its sender first needs one that this device has not sent, is not
+received ahead:
+
+    this device     F0  F1  wait for B0 (posts B0, B1, not B2)  B0  F2 -------> needed for B2
 
 Partial sums that all their devices read whole are all-reduced, instead of exchanging messages:
 
@@ -22,6 +26,7 @@ use other groups, because the time of their all-reduces depends on the device.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,13 +36,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from harness.domain.schedule import Action
+from harness.domain.schedule import AHEAD, Action
 from harness.runtime.engines.phases import Phases
 from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.program.program import PartKey, Program, Route, WantKey
 from harness.runtime.executor.shards.regions import Region
 from harness.runtime.executor.shards.ring import Pass
-from harness.runtime.executor.transport.channels import Channels, Transfer
+from harness.runtime.executor.transport.channels import Channels, Moment, Transfer
 from harness.runtime.executor.transport.messages import (
     End,
     Message,
@@ -46,9 +51,8 @@ from harness.runtime.executor.transport.messages import (
     shared_sums,
 )
 
-# Exchanges whose receives are posted before the first action of a step, and ahead of each exchange
-# that is waited for.
-_AT_FIRST, _AHEAD = 2, 6
+_AT_FIRST = 2  # exchanges whose receives are posted before the first action of a step
+_BEFORE_ALL: Moment = (-1, 0)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,11 @@ class Moves:
         found = (m for m in self._messages if (m.reader, m.is_backward) == wanted)
         return sorted(found, key=lambda message: message.order)
 
+    def sent(self, stage: int, *, is_backward: bool) -> list[Message]:
+        """The messages that a stage sends."""
+        sender = End(self._device, stage), is_backward
+        return [m for m in self._messages if (m.sender, m.is_backward) == sender]
+
     def exchanges(self, stage: int, *, is_backward: bool) -> Iterator[list[Message]]:
         """The same messages by the segment that first takes a piece of them, in the order of
         running."""
@@ -186,6 +195,7 @@ class Receives:
         at: returns the program and the moves of a microbatch.
         n_microbatches: microbatches per step.
         dtype: gives the dtype in which a message is sent.
+        first: a number of the first microbatch.
     """
 
     def __init__(
@@ -196,10 +206,13 @@ class Receives:
         channels: Channels,
         phases: Phases,
         dtype: Callable[[Message], torch.dtype],
+        first: int,
     ) -> None:
         self._at, self._channels, self._phases, self._dtype = at, channels, phases, dtype
         self._slots: list[tuple[Slot, Message]] = []
         exchanges: list[list[Slot]] = []
+        begins: list[Moment] = []  # of the exchanges
+        sent: dict[int, list[tuple[Moment, Moment]]] = defaultdict(list)  # read at, sent at
         for action in (action for action in actions if action.kind != "weight"):
             k, is_backward = action.microbatch, action.kind == "backward"
             _, moves = at(k)
@@ -207,14 +220,32 @@ class Receives:
             self._slots += [((k, message.number), message) for message in received]
             for messages in moves.exchanges(action.stage, is_backward=is_backward):
                 exchanges.append([(k, message.number) for message in messages])
+                begins.append(channels.read_at(messages[0], first + k))
+            for message in moves.sent(action.stage, is_backward=is_backward):
+                moments = (
+                    channels.read_at(message, first + k),
+                    channels.sent_at(message, first + k),
+                )
+                sent[message.reader.rank].append(moments)
+        needed = {rank: _needed(own) for rank, own in sent.items()}
+        due = [
+            needed[message.sender.rank](channels.sent_at(message, first + k))
+            if message.sender.rank in needed
+            else _BEFORE_ALL
+            for (k, _), message in self._slots
+        ]
+        dues = list(accumulate(due, max))
         position = {slot: place for place, (slot, _) in enumerate(self._slots)}
         # Receives to post for each exchange; devices may exchange messages in different orders.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
-        self._at_first = ends[min(_AT_FIRST, len(exchanges))]
+        self._at_first = min(ends[min(_AT_FIRST, len(exchanges))], bisect_right(dues, _BEFORE_ALL))
         self._until = {
-            slot: ends[min(k + 1 + _AHEAD, len(exchanges))]
-            for k, slots in enumerate(exchanges)
+            slot: max(
+                ends[k + 1],
+                min(ends[min(k + 1 + AHEAD, len(exchanges))], bisect_left(dues, begin)),
+            )
+            for k, (begin, slots) in enumerate(zip(begins, exchanges, strict=True))
             for slot in slots
         }
         self._n_microbatches = n_microbatches
@@ -235,6 +266,8 @@ class Receives:
         """Wait for a message if necessary, and take one of its pieces; each can be taken once."""
         message = self._at(microbatch)[1].message_of(route, is_backward=is_backward)
         slot = microbatch - self._first, message.number
+        if slot not in self._transfers:
+            self._post(self._until[slot])
         transfer = self._transfers[slot]
         if transfer.pieces is None:
             self._phases.wait(
@@ -263,6 +296,18 @@ class Receives:
                 message, self._dtype(message), microbatch
             )
         self._n_posted = max(self._n_posted, until)
+
+
+def _needed(sent: list[tuple[Moment, Moment]]) -> Callable[[Moment], Moment]:
+    """From the segment after which another device sends, when this device has sent all that the
+    other one reads before.
+
+    Args:
+        sent: when the other device reads each message of this one, and when this one sends it.
+    """
+    read_at, sent_at = zip(*sorted(sent), strict=True)
+    latest = [_BEFORE_ALL, *accumulate(sent_at, max)]
+    return lambda moment: latest[bisect_right(read_at, moment)]
 
 
 def norm_reducer(
