@@ -55,6 +55,7 @@ class GroupCosts(NamedTuple):
         reads: (2, reads) positions of an operator and of a reader of its output.
         tied: positions of operators that share weights, and bytes of these, of which
             `weight_bytes` counts the first operator's.
+        knows_saved: whether the graph says what autograd saves.
     """
 
     forward_s: Floats
@@ -79,6 +80,7 @@ class GroupCosts(NamedTuple):
     held_bytes: Floats
     reads: Ints
     tied: list[tuple[list[int], float]]
+    knows_saved: bool
 
 
 class Group:
@@ -164,6 +166,7 @@ class Group:
                 ([at[op] for op in ops], float(tables.weight_bytes[ops[0]].max()))
                 for ops in tables.tied.values()
             ],
+            costs.knows_saved,
         )
 
     def _gathered_shares(self, tables: Tables, placed: list[int]) -> list[float]:

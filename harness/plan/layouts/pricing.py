@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.domain.schedule import ScheduleName
+from harness.domain.schedule import AHEAD, ScheduleName
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.group import (
@@ -139,6 +139,8 @@ def price(
     fed = [float(costs.fed_bytes[begin:end].max()) * n_microbatches for begin, end in stages.spans]
     memory = state.n_bytes + options.reserved_bytes + np.array(active) + np.array(fed)
     memory += _sums(costs.frozen_bytes, stages.ends)
+    if costs.knows_saved:
+        memory += _messages_bytes(pairs, crossing[0], in_flight, n_microbatches)
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,
@@ -240,6 +242,29 @@ def _crossing(costs: GroupCosts, ends: Ints) -> tuple[Ints, Floats, Floats]:
         found[bound, way] = np.bincount(at, sent, minlength=len(pairs))
     entering = np.bincount(targets, costs.held_bytes[ops], minlength=n).astype(float)
     return np.stack(np.divmod(pairs, n)), found, entering
+
+
+def _messages_bytes(
+    pairs: Ints, sent_bytes: Floats, in_flight: Ints, n_microbatches: int
+) -> Floats:
+    """Bytes of messages by stage beside the activations of most microbatches: receives that are
+    posted ahead (`domain.schedule.AHEAD`), and a gradient on its way.
+
+    Args:
+        pairs: (2, n) stages.
+        sent_bytes: (2, n) of outputs and of gradients.
+    """
+    n = len(in_flight)
+    outputs = np.bincount(pairs[1], sent_bytes[0], n)
+    gradients, returned = (np.bincount(ends, sent_bytes[1], n) for ends in pairs)
+    ahead = gradients * np.minimum(in_flight - 1, AHEAD)
+    # While forwards follow, the next output's receive is posted, and one gradient's.
+    between = outputs + gradients + returned * (n_microbatches > in_flight + 1)
+    is_first = np.arange(n) == 0
+    found: Floats = np.where(
+        is_first | (n_microbatches <= in_flight), ahead, np.maximum(ahead + returned, between)
+    )
+    return found
 
 
 def _sums(values: Floats, ends: Ints) -> Floats:

@@ -109,9 +109,9 @@ def _can_be_sent(flow: Any, at: Any, exchange: int, action: int, positions: Any)
     for a in range(action, at[0, exchange]):
         kind, microbatch = flow.actions[a, 0], flow.actions[a, 1]
         reader = flow.actions[a, 2] + (1 if kind == FORWARD else -1)
-        if kind != WEIGHT and 0 <= reader < n_stages and reader % n_ranks == at[1, exchange]:
-            if positions[kind, microbatch, reader] <= at[2, exchange]:
-                return False
+        is_read = kind != WEIGHT and 0 <= reader < n_stages and reader % n_ranks == at[1, exchange]
+        if is_read and positions[kind, microbatch, reader] <= at[2, exchange]:
+            return False
     return True
 
 
@@ -191,9 +191,6 @@ def order_tasks(
                     freed = kept_bytes[row]
                     memory += missing[row]
                     missing[row] = 0.0
-                passing = passing_bytes[FORWARD if kind == FORWARD else BACKWARD, row]
-                peak[device] = max(peak[device], memory + passing)
-                memory -= freed
                 if kind == BACKWARD and received.returned[row] > 0:
                     reader = received.stage[FORWARD, row]
                     sent_bytes[n_sent] = received.returned[row]
@@ -201,6 +198,9 @@ def order_tasks(
                     sent_to[1, n_sent] = positions[BACKWARD, microbatch, reader]
                     memory += sent_bytes[n_sent]
                     n_sent += 1
+                passing = passing_bytes[FORWARD if kind == FORWARD else BACKWARD, row]
+                peak[device] = max(peak[device], memory + passing)
+                memory -= freed
                 _append(task, device, following, position, first, last)
     return TaskOrder(following, position, first, last, peak)
 

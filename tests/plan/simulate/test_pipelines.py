@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from simulated import ZERO, chain, cluster_of, model, op, profile_of, row, simulate, timeline
 
 from harness.domain.strategy import OperatorPlan, Stage
@@ -33,6 +34,36 @@ def test_a_balanced_pipeline_takes_fill_and_drain_of_one_stage(schedule):
 def test_1f1b_holds_fewer_activations_than_gpipe():
     assert two_stages("gpipe", 4).memory_bytes["node0:0"] == 240 + 4 * 8
     assert two_stages("1f1b", 4).memory_bytes["node0:0"] == 240 + 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_microbatches", "buffers"),
+    [
+        # The first stage has received gradients of the other microbatches in flight. Others have
+        # received the next input and a gradient, and their last gradient is on its way.
+        ("1f1b", 8, [2, 3, 2]),
+        ("1f1b", 1, [0, 0, 0]),
+        ("gpipe", 4, [3, 3, 0]),
+        ("gpipe", 16, [6, 6, 0]),
+    ],
+)
+def test_receives_that_are_posted_ahead_and_gradients_on_their_way_are_in_memory(
+    schedule, n_microbatches, buffers
+):
+    operators = [op(name, [last], 400, 8) for last, name in zip("xab", "abc", strict=True)]
+    plans = {name: OperatorPlan({}, [k], k) for k, name in enumerate("abc")}
+
+    def run(**attrs):
+        known = [replace(one, attrs=attrs) for one in operators]
+        graph, profile = model(known)
+        how = {"batch": 8 * n_microbatches, "stages": [Stage()] * 3, "schedule": schedule}
+        cluster = cluster_of(3, memory=10**9)
+        return simulate(graph, profile, cluster, plans, n_microbatches=n_microbatches, **how)
+
+    held = run(kept_bytes=3200, inner_bytes=0).outcome.memory_bytes
+    # Without what autograd saves, which is of other programs, neither they nor gradients count.
+    bare = run().outcome.memory_bytes + 3200 * np.array([1, 2, 2])
+    assert np.round((held - bare) / 3200, 1).tolist() == buffers
 
 
 def test_a_stage_that_recomputes_in_segments_holds_one_of_them_and_what_crosses_its_cuts():

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.domain.schedule import rank_actions
 from harness.errors import ConfigError, PeerError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.executor.gradients.sums import GradientSync, SumBucket, SumGroups
-from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.executor.transport.channels import Channels, Transfer
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import End, Message
+from harness.runtime.executor.transport.moves import Receives
 
 
 class FakeWorld(msgspec.Struct):
@@ -303,3 +305,43 @@ def test_the_host_waits_under_gloo_alone(backend, told, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op=False: work)
     channels_of(FakeWorld(backend), sums={(0, 1)}).start_sum(torch.zeros(2), "add", (0, 1))()
     assert work.wait.mock_calls == told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "n_posted"), [("1f1b", 0, 2), ("1f1b", 1, 2), ("gpipe", 0, 7)]
+)
+def test_no_receive_is_posted_before_its_sender_can_have_what_it_needs(schedule, rank, n_posted):
+    sizes = {"n_stages": 2, "n_microbatches": 8, "n_ranks": 2}
+    order = {
+        (action.stage, action.microbatch, action.kind == "backward"): at
+        for k in range(2)
+        for at, action in enumerate(rank_actions(schedule, **sizes, rank=k))
+    }
+    world, (out, back) = FakeWorld(rank=rank, size=2), both_ways()
+    channels = Channels(world, [out, back], Groups(world, 7.0), lambda *of: order[of])
+    moves = mock.Mock()
+    of_pass = [[out], [back]]
+    moves.received = lambda stage, *, is_backward: of_pass[is_backward][: stage != is_backward]
+    moves.sent = lambda stage, *, is_backward: of_pass[is_backward][: stage == is_backward]
+    moves.exchanges = lambda *of, **way: [[one] for one in moves.received(*of, **way)]
+    moves.message_of = lambda route, *, is_backward: back if is_backward else out
+    phases = mock.Mock(wait=lambda wait, **_: wait())
+    channels.receive = lambda message, *_: Transfer(None, torch.zeros(2), message, str, (0, 0))
+    most = 0
+
+    def wait(transfer):
+        nonlocal most
+        most = max(most, len(receives._transfers))
+        transfer.pieces = {0: transfer.buffer}
+
+    channels.wait = wait
+    actions = list(rank_actions(schedule, **sizes, rank=rank))
+    receives = Receives(
+        actions, lambda _: (None, moves), 8, channels, phases, lambda _: torch.float32, 0
+    )
+    receives.start(0)
+    for action in actions:
+        if moves.received(action.stage, is_backward=action.kind == "backward"):
+            receives.take(action.microbatch, mock.Mock(number=0), is_backward=rank == 0)
+    receives.finish()
+    assert most == n_posted
