@@ -4,8 +4,8 @@
 - A message has no tag: the n-th send of a pair of ranks meets the n-th receive.
 - A send ends when it is received. Only sends and receives of one batch start together.
 - The first collective or batch of a group blocks the host until all its ranks use it, and so does
-  the first of each algorithm, which depends on operation and size. The first message of two ranks
-  blocks until both use it.
+  the first collective of each algorithm, which depends on operation and size. The first message of
+  two ranks blocks until both use it, and so does the first batch that has messages of these two.
 - NCCL has no integers of 16 bits, and collectives ask for contiguous tensors.
 
 A wait blocks the host here, and the compute stream under NCCL. In both, work that is posted after
@@ -34,7 +34,8 @@ _KNOWN = {  # ncclDataType in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
 }  # fmt: skip
 _FACTS, _DATA, _READ, _N_TAGS = range(4)  # gloo's tags of the n-th message follow n * _N_TAGS
 _MEETING = 2**30
-_CONNECTING = _MEETING + 1  # and further tags for each algorithm
+_BATCHING = _MEETING + 1
+_CONNECTING = _MEETING + 2  # and further tags for each algorithm
 _OPERATIONS = ("messages", "sum", "copy", "scatter", "reduce", "barrier")
 _SMALL = 64  # bytes for which a collective has another algorithm
 _N_DIMS = 8
@@ -69,7 +70,7 @@ class RulesGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._connected: set[int] = set()
-        self._met: set[int] = set()
+        self._met: dict[int, set[int]] = {_MEETING: set(), _BATCHING: set()}
         self._n_sent: Counter[int] = Counter()
         self._n_received: Counter[int] = Counter()
         self._posted: SimpleQueue[tuple[list[Start], RulesWork] | None] = SimpleQueue()
@@ -141,24 +142,29 @@ class RulesGroup(dist.ProcessGroup):
         algorithm = 2 * _OPERATIONS.index(operation) + (n_bytes > _SMALL)
         if algorithm not in self._connected:
             self._connected.add(algorithm)
-            ways = self._gloo.send, self._gloo.recv
-            others = [other for other in range(self.size()) if other != self.rank()]
-            tag = _CONNECTING + algorithm
-            _wait(*[way([torch.zeros(1)], other, tag) for way in ways for other in others])
+            self._await(set(range(self.size())) - {self.rank()}, _CONNECTING + algorithm)
 
-    def _meet(self, other: int) -> None:
-        """Wait for another rank, at the first call."""
-        if other not in self._met:
-            self._met.add(other)
-            nothing = [torch.zeros(1)], other, _MEETING
-            _wait(self._gloo.send(*nothing), self._gloo.recv(*nothing))
+    def batch(self, peers: set[int]) -> None:
+        """Wait for the peers at the first batch with messages of them, at the first use for all."""
+        if not self._connected:
+            self.connect("messages")
+        self._meet(peers, _BATCHING)
+
+    def _meet(self, others: set[int], tag: int = _MEETING) -> None:
+        """Wait for other ranks, at the first call with them."""
+        self._await(others - self._met[tag], tag)
+        self._met[tag] |= others
+
+    def _await(self, others: set[int], tag: int) -> None:
+        ways = self._gloo.send, self._gloo.recv
+        _wait(*[way([torch.zeros(1)], other, tag) for way in ways for other in others])
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:  # type: ignore[override]
-        self._meet(target)
+        self._meet({target})
         return self.post(self.sending(tensors[0], target))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:  # type: ignore[override]
-        self._meet(source)
+        self._meet({source})
         return self.post(self.receiving(tensors[0], source))
 
     def _collective(
@@ -249,7 +255,7 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
     group = operations[0].group
     ways = {dist.isend: group.sending, dist.irecv: group.receiving}
     starts = [ways[one.op](_real(one.tensor), one.group_peer) for one in operations]
-    group.connect("messages")
+    group.batch({one.group_peer for one in operations})
     return [group.post(*starts)]
 
 

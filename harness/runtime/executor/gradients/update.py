@@ -35,15 +35,9 @@ class LossScale:
     """The factor of the losses, in synchronous training; 1 for other dtypes than fp16."""
 
     def __init__(self, dtype: str, world: World) -> None:
-        self._scaler: torch.amp.GradScaler | None = None
-        self._device = world.device
-        if dtype == "fp16" and world.size > 1:
-            # Imported here, because torch.distributed.fsdp takes a third as long as torch.
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            self._scaler = ShardedGradScaler(world.device.type, process_group=dist.group.WORLD)
-        elif dtype == "fp16":
-            self._scaler = torch.amp.GradScaler(world.device.type)
+        # FSDP's scaler of several ranks has an overflow of shape (1,), which fused AdamW refuses.
+        self._scaler = torch.amp.GradScaler(world.device.type) if dtype == "fp16" else None
+        self._device, self._is_alone = world.device, world.size == 1
 
     def factor(self) -> float:
         """The factor of this step's losses."""
@@ -73,6 +67,9 @@ class LossScale:
         if all(p.grad is None for p in parameters):  # a rank without weights takes part
             parameters[0].grad = torch.zeros_like(parameters[0])
         self._scaler.unscale_(optimizer)
+        for found in self._scaler._found_inf_per_device(optimizer).values():
+            if not self._is_alone:
+                dist.all_reduce(found)
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Whether any rank's gradients did, as `unscale` has found; None for other dtypes."""
