@@ -21,7 +21,8 @@ from harness.domain.partition import SAMPLE, Block
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Stage, Strategy
 from harness.errors import StrategyError
-from harness.runtime.capture.capture import Captured, argument_nodes
+from harness.runtime.capture.builder import argument_nodes
+from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.operators import draws_random, is_frozen_norm
 from harness.runtime.executor.geometry.layout import Layout, Want, owners
 from harness.runtime.executor.geometry.values import MetaModel

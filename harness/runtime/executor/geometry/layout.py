@@ -35,7 +35,8 @@ from harness.domain.sharding import (
 )
 from harness.domain.strategy import OperatorPlan, Strategy, copies_of
 from harness.errors import ModelError, StrategyError
-from harness.runtime.capture.capture import Captured, argument_nodes
+from harness.runtime.capture.builder import argument_nodes
+from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.values import MetaModel, TensorMeta, Values
 
 
