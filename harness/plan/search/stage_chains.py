@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.plan.compiled import compiled
+from harness.plan.compiled import compiled, inlined
 from harness.plan.simulate.transfers import Floats, Ints
 
 Group = tuple[int, ...]
@@ -191,14 +191,12 @@ def best_pipelines(
         row[: len(group)] = group
     n_nodes = np.array([len(set(links.node_of[list(g)])) for g in chains.groups], dtype=np.int64)
     network = (*links[:3], n_nodes)
+    groups, options = (chains.last, members, n_members), (n_microbatches, limit_s, fill_share)
     for first in range(0, len(chains.moves), _MOVES_AT_ONCE):
         if is_over():
             return []
         moves = chains.moves[first : first + _MOVES_AT_ONCE]
-        options = (n_microbatches, limit_s, fill_share)
-        _extend(
-            moves, chains.last, members, n_members, (*costs, *network), options, partials, whole
-        )
+        _extend(moves, groups, (*costs, *network), options, partials, whole)
     found = [(s, k) for s in range(n_states) for k in range(whole.n[s, 0])]
     return [_pipeline(chains, partials, whole, state, place) for state, place in found]
 
@@ -233,58 +231,26 @@ def _pipeline(
 
 
 @compiled
-def _extend(
-    moves: Any,
-    last: Any,
-    members: Any,  # (groups, most members) devices
-    n_members: Any,
-    costs: Any,
-    options: Any,
-    partials: Any,
-    whole: Any,
-) -> None:
+def _extend(moves: Any, groups: Any, costs: Any, options: Any, partials: Any, whole: Any) -> None:
     """Add one more stage to the partial pipelines of each move's first state."""
-    stage_s, sync_s, sent, returned, latency_s, rate, nic_s, n_nodes = costs
+    stage_s, sync_s, last = costs[0], costs[1], groups[0]
     n_microbatches, limit_s, fill_share = options
-    n = len(sent) - 1
+    n = partials.n.shape[1] - 1
     for move in range(len(moves)):
         source, target = moves[move, 0], moves[move, 1]
-        before, after = last[source], last[target]
-        lanes = 1
-        if source:
-            lanes = min(n_members[before], n_members[after])
+        after = last[target]
         for a in range(n):
             for k in range(partials.n[source, a]):
                 prefix_s = partials.prefix_s[source, a, k]
-                bound_s = partials.bound_s[source, a, k]
-                there_s = back_s = 0.0
+                there_s = back_s = nic_busy_s = 0.0
                 if source:
-                    start = partials.start[source, a, k]
-                    there = sent[start, a] / lanes
-                    back = returned[start, a] / lanes
-                    there_s = back_s = nic_busy_s = np.inf
-                    first, place = partials.parent[source, a, k]  # of the stages before the last
-                    earlier, sent_in, returned_in = before, 0.0, 0.0
-                    if first:
-                        earlier, origin = last[first], partials.start[first, start, place]
-                        sent_in, returned_in = sent[origin, start], returned[origin, start]
-                    for i in range(n_members[before]):
-                        for j in range(n_members[after]):
-                            p, q = members[before, i], members[after, j]
-                            there_s = min(there_s, latency_s[p, q] + there / rate[p, q])
-                            back_s = min(back_s, latency_s[q, p] + back / rate[q, p])
-                            for h in range(n_members[earlier]):
-                                o = members[earlier, h]
-                                out_s = returned_in * nic_s[p, o] + sent[start, a] * nic_s[p, q]
-                                in_s = sent_in * nic_s[p, o] + returned[start, a] * nic_s[p, q]
-                                own_s = max(out_s, in_s) / n_nodes[before]
-                                next_s = sent[start, a] * nic_s[q, p] / n_nodes[after]
-                                nic_busy_s = min(nic_busy_s, max(own_s, next_s))
-                    bound_s = max(bound_s, n_microbatches * nic_busy_s)
-                    if there > 0 and back == 0:  # below the first trained operator
-                        back_s = 0.0
+                    there_s, back_s, nic_busy_s = _cross(
+                        source, a, k, after, groups, costs, partials
+                    )
                 reached_s = prefix_s + there_s + back_s
-                bound_s = max(bound_s, prefix_s + n_microbatches * max(there_s, back_s))
+                crossed_s = prefix_s + n_microbatches * max(there_s, back_s)
+                bound_s = max(partials.bound_s[source, a, k], n_microbatches * nic_busy_s)
+                bound_s = max(bound_s, crossed_s)
                 for b in range(a + 1, n + 1):
                     own_s = stage_s[after, a, b]
                     if reached_s + n_microbatches * own_s > limit_s:
@@ -298,6 +264,41 @@ def _extend(
                         _insert(partials, target, b, next_s, ends_s, a, source, k, True)
                     else:
                         _insert(whole, target, 0, next_s, ends_s, a, source, k, False)
+
+
+@inlined
+def _cross(
+    source: int, a: int, k: int, after: int, groups: Any, costs: Any, partials: Any
+) -> tuple[float, float, float]:
+    """Seconds of a microbatch from a partial pipeline to the group after it, of its gradients back,
+    and of the NICs beside the cut."""
+    last, members, n_members = groups
+    _, _, sent, returned, latency_s, rate, nic_s, n_nodes = costs
+    before = earlier = last[source]
+    lanes = min(n_members[before], n_members[after])
+    start = partials.start[source, a, k]
+    there, back = sent[start, a] / lanes, returned[start, a] / lanes
+    there_s = back_s = nic_busy_s = np.inf
+    first, place = partials.parent[source, a, k]  # of the stages before the last
+    sent_in = returned_in = 0.0
+    if first:
+        earlier, origin = last[first], partials.start[first, start, place]
+        sent_in, returned_in = sent[origin, start], returned[origin, start]
+    for i in range(n_members[before]):
+        for j in range(n_members[after]):
+            p, q = members[before, i], members[after, j]
+            there_s = min(there_s, latency_s[p, q] + there / rate[p, q])
+            back_s = min(back_s, latency_s[q, p] + back / rate[q, p])
+            next_s = sent[start, a] * nic_s[q, p] / n_nodes[after]
+            for h in range(n_members[earlier]):
+                o = members[earlier, h]
+                out_s = returned_in * nic_s[p, o] + sent[start, a] * nic_s[p, q]
+                in_s = sent_in * nic_s[p, o] + returned[start, a] * nic_s[p, q]
+                own_s = max(out_s, in_s) / n_nodes[before]
+                nic_busy_s = min(nic_busy_s, max(own_s, next_s))
+    if there > 0 and back == 0:  # below the first trained operator
+        back_s = 0.0
+    return there_s, back_s, nic_busy_s
 
 
 @compiled

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_Sample = Callable[..., None]
+
 
 class StrategyChanges:
     """The changes of one run; all ranks construct it before the first step."""
@@ -120,22 +122,29 @@ class StrategyChanges:
                 answer = ChangeAnswer(id=due.request, error=str(error))
             self._tell(answer)
 
-    def _begin_next(self, step: int, elastic: ElasticExecutor) -> None:
-        """Take the change that comes first, if there is one, and build its engine."""
+    def _take_first(self, step: int) -> Due | None:
+        """Take the change that comes first; None if there is none, or it has become needless."""
         for number, policy in enumerate(self._policies):
             found = None if number in self._waiting else policy.due(step)
             if found is not None:
                 self._waiting[number] = found
         if not self._waiting:
-            return
+            return None
         first = min(self._waiting, key=lambda number: self._waiting[number].step or 0)
         due = self._waiting.pop(first)
         if due.error:
             self._tell(ChangeAnswer(id=due.request, error=due.error))
-            return
-        now, cache = self._current, self._cache
+            return None
+        now = self._current
         if due.n_skipped is not None and not now.n_skipped < due.n_skipped <= now.n_frozen:
-            return  # another change has done it, or trains these layers again
+            return None  # another change has done it, or trains these layers again
+        return due
+
+    def _begin_next(self, step: int, elastic: ElasticExecutor) -> None:
+        """Take the change that comes first, if there is one, and build its engine."""
+        due, now, cache = self._take_first(step), self._current, self._cache
+        if due is None:
+            return
         strategy = (due.planned or now.planned).strategy
         n_frozen = now.n_frozen if due.n_frozen is None else due.n_frozen
         start = Start()
@@ -180,7 +189,7 @@ class StrategyChanges:
     def _change(
         self, due: Due, step: int, training: Training, elastic: ElasticExecutor
     ) -> tuple[Training, str]:
-        """Carry out a change; returns the training and a line about it.
+        """Carry out a change and record it; returns the training and a line about the change.
 
         Raises:
             HarnessError: on every rank, if the engine cannot be built or its state cannot be moved.
@@ -189,26 +198,12 @@ class StrategyChanges:
         assert building is not None
         raise_on_all_ranks(building.result, world)
         engine, build_s, steps_s = building.result()
-        predicted = elastic.predict_bytes(engine)
+        predicted, before = elastic.predict_bytes(engine), self._name()
         start, start_s = recorder.clock.mark(), time.perf_counter()
         recorder.step = None
-        sample: Callable[..., None] = partial(recorder.sample, step=step, change=self._n_begun)
+        sample: _Sample = partial(recorder.sample, step=step, change=self._n_begun)
         self._n_begun += 1  # also if it fails
-        of_cache: PairBytes = {}
-        if self._cache is not None:
-            of_cache = self._cache.fill(engine, training, sample)
-        pair_bytes = elastic.change(engine)
-        if self._cache is not None:
-            self._cache.take_over(engine, elastic, step, sample)
-            training = replace(training, data=self._cache.data_for(engine))
-        planned = due.planned or self._current.planned
-        first = step + self._case.warm_up
-        training = continue_by(training, self._case, world, engine, planned, first)
-        before = self._name()
-        self._current.planned = planned
-        if due.n_frozen is not None:
-            self._current.n_frozen = due.n_frozen
-        self._current.n_skipped = engine.prefix.n_skipped
+        training, moved, cached = self._switch(engine, due, step, training, elastic, sample)
         after = self._name()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
@@ -219,21 +214,52 @@ class StrategyChanges:
             for side, step_s in steps_s.items():
                 sample("change_step_predicted_s", step_s, side=side)
             path = self._context.run_dir / f"strategy-{step}.json"
-            write_atomically(path, planned.strategy.to_json())
-            transfer_s = self._planner.predict_change_s(Counter(predicted) + Counter(of_cache))
-            sample("change_predicted_s", transfer_s)
-            moved = {"change_bytes": pair_bytes, "change_predicted_bytes": predicted}
-            for metric, pairs in moved.items():
-                for (source, target), n in sorted(pairs.items()):
-                    sample(metric, n, source=source, target=target)
+            write_atomically(path, self._current.planned.strategy.to_json())
+            transfer_s = self._record_transfer(sample, moved, predicted, cached)
             self._current.still_s = max(0.0, still_s - transfer_s)
-        moved_text = format_bytes(sum(pair_bytes.values()))
-        if of_cache:
-            moved_text += f" of state and {format_bytes(sum(of_cache.values()))} of cached outputs"
+        moved_text = format_bytes(sum(moved.values()))
+        if cached:
+            moved_text += f" of state and {format_bytes(sum(cached.values()))} of cached outputs"
         return training, (
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
             f"still for {format_duration(still_s)}, {moved_text} moved"
         )
+
+    def _switch(
+        self,
+        engine: ExecutorEngine,
+        due: Due,
+        step: int,
+        training: Training,
+        elastic: ElasticExecutor,
+        sample: _Sample,
+    ) -> tuple[Training, PairBytes, PairBytes]:
+        """Go on by another engine; returns the bytes of state and of cached outputs that moved."""
+        cached: PairBytes = {}
+        if self._cache is not None:
+            cached = self._cache.fill(engine, training, sample)
+        moved = elastic.change(engine)
+        if self._cache is not None:
+            self._cache.take_over(engine, elastic, step, sample)
+            training = replace(training, data=self._cache.data_for(engine))
+        now = self._current
+        planned, first = due.planned or now.planned, step + self._case.warm_up
+        training = continue_by(training, self._case, self._context.world, engine, planned, first)
+        now.planned, now.n_skipped = planned, engine.prefix.n_skipped
+        if due.n_frozen is not None:
+            now.n_frozen = due.n_frozen
+        return training, moved, cached
+
+    def _record_transfer(
+        self, sample: _Sample, moved: PairBytes, predicted: PairBytes, cached: PairBytes
+    ) -> float:
+        """Record the bytes of each pair of ranks; returns the predicted seconds of moving them."""
+        transfer_s = self._planner.predict_change_s(Counter(predicted) + Counter(cached))
+        sample("change_predicted_s", transfer_s)
+        for metric, pairs in (("change_bytes", moved), ("change_predicted_bytes", predicted)):
+            for (source, target), n in sorted(pairs.items()):
+                sample(metric, n, source=source, target=target)
+        return transfer_s
 
     def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:
         """The simulated step before and after a change, on rank 0."""

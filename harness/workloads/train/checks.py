@@ -162,13 +162,8 @@ def check_config(config: TrainConfig, n_ranks: int) -> None:
 
 def check_case(case: TrainCase) -> None:
     """Refuse flags that contradict each other, or that the engine of a run does not support."""
-    if case.asynchronous and case.strategy == "pipeline":
-        if case.schedule != "1f1b":
-            raise ConfigError(
-                f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
-            )
-        if case.recompute:
-            raise ConfigError("--asynchronous does not support recomputation: drop --recompute")
+    if case.is_asynchronous:
+        _check_asynchronous(case)
     if case.strategy == "pipeline":
         _check_flow(case)
     if is_layout(case.strategy):
@@ -178,6 +173,35 @@ def check_case(case: TrainCase) -> None:
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
             "lower it"
         )
+    _check_engine(case)
+    if case.sharded_state != "none":
+        _check_sharded_state(case)
+    for name in ("profiler_steps", "noise_steps"):
+        if (n_steps := getattr(case, name)) and case.is_elastic:
+            raise ConfigError(
+                f"{flag(name)} {n_steps} is for one strategy, "
+                f"{flag(case.elastic_flags[0])} may change it: drop one of them"
+            )
+    _check_noise(case)
+    _check_average(case)
+    _check_compiled(case)
+
+
+def _check_asynchronous(case: TrainCase) -> None:
+    if case.strategy == "pipeline" and case.schedule != "1f1b":
+        raise ConfigError(
+            f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
+        )
+    if case.strategy == "pipeline" and case.recompute:
+        raise ConfigError("--asynchronous does not support recomputation: drop --recompute")
+    if case.sharded_state != "none":
+        raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
+    if case.dtype == "fp16":
+        raise ConfigError("--asynchronous has no loss scaling for --dtype fp16: use bf16")
+
+
+def _check_engine(case: TrainCase) -> None:
+    """Refuse flags of other engines than the one that trains the strategy."""
     state = ZERO_STATES.get(case.strategy)
     remedy = f"use --strategy ddp --shard-state {state}" if state else "add --engine executor"
     if (given := case.executor_flags) and case.engine != "executor":
@@ -190,35 +214,24 @@ def check_case(case: TrainCase) -> None:
             f"--reduce-dtype int8 is for torch and the executor, {case.strategy} is trained by "
             f"deepspeed: {remedy}"
         )
-    if case.sharded_state != "none" and case.n_ranks == 1:
-        raise ConfigError(
-            f"--shard-state {case.shard_state} divides weights among ranks, the run of "
-            f"{case.strategy} has 1: drop it, or start more ranks (mpirun -np)"
-        )
-    if case.is_asynchronous and case.sharded_state != "none":
-        raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
-    if shards_parameters(case.sharded_state) and SCHEDULES[case.schedule].splits_backward:
-        raise ConfigError(
-            f"--shard-state {case.shard_state} frees weights after a backward, --schedule "
-            f"{case.schedule} "
-            "computes their gradients later: use 1f1b, or --shard-state gradients"
-        )
-    if case.is_asynchronous and case.dtype == "fp16":
-        raise ConfigError("--asynchronous has no loss scaling for --dtype fp16: use bf16")
     if case.engine == "executor" and case.balance == "speed" and case.strategy != "ddp":
         raise ConfigError(
             f"--balance speed shares the samples of ddp, not of {case.strategy}: drop it; searched "
             "and pipeline balance by the profile, and degrees take shares=2-1"
         )
-    for name in ("profiler_steps", "noise_steps"):
-        if (n_steps := getattr(case, name)) and case.is_elastic:
-            raise ConfigError(
-                f"{flag(name)} {n_steps} is for one strategy, "
-                f"{flag(case.elastic_flags[0])} may change it: drop one of them"
-            )
-    _check_noise(case)
-    _check_average(case)
-    _check_compiled(case)
+
+
+def _check_sharded_state(case: TrainCase) -> None:
+    if case.n_ranks == 1:
+        raise ConfigError(
+            f"--shard-state {case.shard_state} divides weights among ranks, the run of "
+            f"{case.strategy} has 1: drop it, or start more ranks (mpirun -np)"
+        )
+    if shards_parameters(case.sharded_state) and SCHEDULES[case.schedule].splits_backward:
+        raise ConfigError(
+            f"--shard-state {case.shard_state} frees weights after a backward, --schedule "
+            f"{case.schedule} computes their gradients later: use 1f1b, or --shard-state gradients"
+        )
 
 
 def _check_noise(case: TrainCase) -> None:
