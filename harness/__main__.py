@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness import errors
 from harness.command_line import Parsed, parse_all, print_dry_run
@@ -49,6 +49,9 @@ from harness.runtime.ranks.environment import (
 )
 from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import begin_collecting, start_fork_server, wait_for_fork_server
+
+if TYPE_CHECKING:
+    from harness.runtime.ranks.rendezvous import Meeting
 
 _log = logging.getLogger("harness")
 
@@ -173,10 +176,7 @@ def _work(
     world = meeting.world
     flags = meeting.control.gather("flags", _flags(parsed), list[str]) if comm is None else []
     if differing := _differing(flags):
-        meeting.leave()
-        if world.is_first:
-            raise ConfigError(differing)
-        return 0
+        return _leave_by(meeting, ConfigError(differing))
     _log.info(
         "ranks: %d, hosts: %d, launcher: %s; %s, %s, %s because %s",
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
@@ -191,10 +191,7 @@ def _work(
         own = launcher.ranks if has_gpus and world.backend == "nccl" else None
         cases = _cases(name, config, launch, own)
     if problem := launcher.problem(cases):
-        meeting.leave()
-        if world.is_first:
-            raise HarnessError(problem)
-        return 0
+        return _leave_by(meeting, HarnessError(problem))
     ended: SweepEnded | None = None
     try:
         headers = launcher.run_cases(cases)
@@ -206,10 +203,18 @@ def _work(
             _run_after("harness.plot", str(options.results))
             if world.size > 1 and not ended:
                 _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
+    if ended:
+        return _leave_by(meeting, ended)
     meeting.leave()
-    if ended and world.is_first:
-        raise ended
     return exit_code(headers) if world.is_first else 0
+
+
+def _leave_by(meeting: Meeting, error: HarnessError) -> int:
+    """End this rank without a result; the first one says why."""
+    meeting.leave()
+    if meeting.world.is_first:
+        raise error
+    return 0
 
 
 @contextlib.contextmanager

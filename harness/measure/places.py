@@ -25,7 +25,6 @@ def _try_place(directory: Path) -> None:
 
 
 def _try_directory(directory: Path) -> None:
-    """Create a directory, and try to write in it."""
     _try_place(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _try_place(directory)

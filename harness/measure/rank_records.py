@@ -98,7 +98,6 @@ class Records(list[Record]):
 
     @cached_property
     def samples(self) -> dict[str, list[Sample]]:
-        """The samples of each metric."""
         found: dict[str, list[Sample]] = defaultdict(list)
         for record in self:
             if isinstance(record, Sample):

@@ -77,8 +77,6 @@ class PythonFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """A process that uses a GPU."""
-
     pid: int
     name: str
     memory_bytes: int | None

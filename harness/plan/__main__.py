@@ -36,7 +36,6 @@ _RENAMED = {
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     refuse_old_spelling(words, _RENAMED)
     parser = CommandParser(
         prog="python -m harness.plan",

@@ -148,7 +148,6 @@ FAMILIES = (*dict.fromkeys(_FAMILIES.values()), "searched")
 
 
 def family_of(name: str) -> str:
-    """The family of a standard strategy."""
     return _FAMILIES[name.split()[0].rstrip(",")]
 
 

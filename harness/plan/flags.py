@@ -66,7 +66,6 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
 
 
 def flag_of(name: str) -> str:
-    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -132,7 +131,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a cluster."""
     where = parser.add_argument_group("cluster")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
     where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
@@ -174,7 +172,6 @@ def bandwidths_of(text: str) -> tuple[float, float | None]:
 def add_optimizer(
     group: argparse._ArgumentGroup, default: str = "the one that the profile has timed, else sgd"
 ) -> None:
-    """Add the flags that name the optimizer."""
     group.add_argument(
         "--optimizer",
         choices=[name for name in OPTIMIZER_STEPS if name != "momentum"],

@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a file."""
     with naming(args.file):
         lines = show_file(args.file, dot=args.dot, graph_path=args.graph)
     print("\n".join(lines))

@@ -13,6 +13,7 @@ from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.plot.catalog import Catalog
+from harness.plot.numbers import RunNumbers
 from harness.plot.predicted import cells, planned_cases
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
@@ -77,6 +78,17 @@ def _line(subjects: Sequence[str], text: str) -> str:
 
 def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     """Each doubt with the name of its run; empty if it concerns several."""
+    yield from _doubts_of_training(catalog)
+    yield from _doubts_of_products(catalog)
+    for run in catalog.runs:
+        yield from ((run.header.run_id, doubt) for doubt in _doubts_of_run(run))
+    for text in stolen_warnings((run, run.stolen) for run in catalog.runs):
+        yield "", Doubt(DoubtKind.STOLEN, text)
+    for text in _unlike_software([run.header for run in catalog.runs]):
+        yield "", Doubt(DoubtKind.VERSIONS, text)
+
+
+def _doubts_of_training(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     for summary in (summary for case in catalog.training for summary in case.summaries):
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
         texts: dict[DoubtKind, list[str]] = defaultdict(list)
@@ -86,27 +98,23 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     for trained in catalog.training:
         if why := unlike_one_device(trained.case.runs[0]):
             yield trained.whole_label, Doubt(DoubtKind.TRAINING, why)
-    yield from _doubts_of_products(catalog)
     for case in planned_cases(catalog):
         if text := unpredicted_traffic(case.first.compared):
             label = str(case.training.identity["label"])
             yield label, Doubt(DoubtKind.TRAFFIC, text)
-    for run in catalog.runs:
-        if run.header.status != "ok":
-            yield run.header.run_id, Doubt(DoubtKind.FAILED, run.header.ending)
-        above = above_link_text(run, run.collectives, run.best_links_bytes_per_s)
-        slow = [slow_text(run, matrix) for matrix in run.links]
-        for text in filter(None, [*slow, *map(disturbed_text, run.links), above]):
-            yield run.header.run_id, Doubt(DoubtKind.LINKS, text)
-        for text in link_noise(run.collectives, run.links):
-            yield run.header.run_id, Doubt(DoubtKind.SPREAD, text)
-    for header in (run.header for run in catalog.runs):
-        for text in header.texts("left_out"):
-            yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)
-    for text in stolen_warnings((run, run.stolen) for run in catalog.runs):
-        yield "", Doubt(DoubtKind.STOLEN, text)
-    for text in _unlike_software([run.header for run in catalog.runs]):
-        yield "", Doubt(DoubtKind.VERSIONS, text)
+
+
+def _doubts_of_run(run: RunNumbers) -> Iterator[Doubt]:
+    if run.header.status != "ok":
+        yield Doubt(DoubtKind.FAILED, run.header.ending)
+    above = above_link_text(run, run.collectives, run.best_links_bytes_per_s)
+    slow = [slow_text(run, matrix) for matrix in run.links]
+    for text in filter(None, [*slow, *map(disturbed_text, run.links), above]):
+        yield Doubt(DoubtKind.LINKS, text)
+    for text in link_noise(run.collectives, run.links):
+        yield Doubt(DoubtKind.SPREAD, text)
+    for text in run.header.texts("left_out"):
+        yield Doubt(DoubtKind.LEFT_OUT, text)
 
 
 def _doubts_of_products(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:

@@ -18,11 +18,9 @@ WORKLOADS = {
 
 
 def workload_module(name: str) -> str:
-    """Name of the module of a workload of WORKLOADS."""
     return f"{__name__}.{name}.workload"
 
 
 def load_workload(name: str) -> Workload:
-    """Import a workload of WORKLOADS."""
     workload: Workload = import_module(workload_module(name)).WORKLOAD
     return workload

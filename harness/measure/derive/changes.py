@@ -102,7 +102,6 @@ def _change_of(sample: Sample) -> int:
 
 
 def _labelled(records: Iterable[Record], metric: str, **labels: Label) -> list[Sample]:
-    """Samples of a metric with these labels."""
     return [s for s in samples_of(records, metric) if labels.items() <= s.labels.items()]
 
 

@@ -105,7 +105,6 @@ class StepWindows:
         self._end_s = np.clip(spans.start_s + spans.duration_s, begin_s, end_s)
 
     def mask_of(self, kinds: Collection[str]) -> np.ndarray:
-        """Mask of the spans of some kinds."""
         return np.isin(self._spans.kind, [KIND_CODES[kind] for kind in kinds])
 
     def steps_with(self, chosen: np.ndarray) -> np.ndarray:

@@ -66,7 +66,6 @@ class AdviceRequest:
         return self.batch
 
     def known_on(self, cluster: Cluster) -> list[KnownPlan]:
-        """The known plans of this cluster and batch."""
         batch = self.batch_on(cluster.n_devices)
         return [one for one in self.known if one.cluster == cluster and one.batch == batch]
 

@@ -77,7 +77,6 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         return [self.stage_to_rank_map[str(i)] for i in range(len(self.stage_to_rank_map))]
 
     def to_json(self) -> bytes:
-        """The file's bytes."""
         return encode(self, indent=4)
 
     @classmethod

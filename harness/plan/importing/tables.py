@@ -145,6 +145,26 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
         DataError: missing, not text, without a column or with one twice, or a row of another
             length.
     """
+    lines = _lines_of(path)
+    found = [_asked(name, (*columns, *optional)) for name in _names((lines or [[]])[0])]
+    header, scales = [name for name, _ in found], dict(reversed(found))
+    _check_header(path, header, columns, optional)
+    rows = []
+    for k, cells in enumerate(lines[1:], 2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(header):
+            raise DataError(f"{path}:{k} has {len(cells)} cells, its header {len(header)}")
+        row: dict[str, str] = {}
+        for name, cell in zip(header, cells, strict=True):
+            row.setdefault(name, cell)
+        rows.append(Row(f"{path}:{k}", row, scales))
+    if not rows:
+        raise DataError(f"{path} has no row below its header: add one, or remove the file")
+    return rows
+
+
+def _lines_of(path: Path) -> list[list[str]]:
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
     if text.lstrip()[:1] in ("{", "["):
         raise DataError(f"{path} is JSON, not a table: write CSV, one row a line")
@@ -156,11 +176,14 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             f"{_MOST_COLUMNS} are the most"
         )
     try:
-        lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
+        return list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
-    found = [_asked(name, (*columns, *optional)) for name in _names((lines or [[]])[0])]
-    header, scales = [name for name, _ in found], dict(reversed(found))
+
+
+def _check_header(
+    path: Path, header: Sequence[str], columns: Sequence[str], optional: Sequence[str]
+) -> None:
     lacking = [name for name in columns if name not in header]
     if lacking:
         raise DataError(
@@ -175,19 +198,6 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     twice = [name for name in (*columns, *optional) if header.count(name) > 1]
     if twice:
         raise DataError(f"{path} has column {twice[0]!r} twice: keep one")
-    rows = []
-    for k, cells in enumerate(lines[1:], 2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(header):
-            raise DataError(f"{path}:{k} has {len(cells)} cells, its header {len(header)}")
-        row: dict[str, str] = {}
-        for name, cell in zip(header, cells, strict=True):
-            row.setdefault(name, cell)
-        rows.append(Row(f"{path}:{k}", row, scales))
-    if not rows:
-        raise DataError(f"{path} has no row below its header: add one, or remove the file")
-    return rows
 
 
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)

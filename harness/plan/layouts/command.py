@@ -29,7 +29,7 @@ from harness.plan.portfolio import lack_of_memory, options_of
 from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.report import explain
-from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.simulator import Simulation, Simulator
 from harness.units import format_count, format_duration, format_number
 
 
@@ -120,43 +120,42 @@ def run(args: argparse.Namespace) -> None:
         strategy = _strategy_of_layout(args, layout, simulator, batch)
     else:
         strategy = request.start
-        if args.batch_size not in (None, batch):
-            raise ConfigError(
-                f"--batch-size {args.batch_size}: {args.start} has a batch of {batch}: leave the "
-                "flag out, or search with it"
-            )
-        with naming(args.start):
-            check_fresh(strategy, graph, request.cluster)
-            validate(strategy, graph, request.cluster)
+        _check_strategy(args, strategy, simulator)
     made_for = fingerprint(graph, request.cluster, profile)
     strategy = planned_for(args, msgspec.structs.replace(strategy, made_for=made_for))
     simulation = simulator.simulate(strategy)
     print_notes(notes_of(graph, profile, request.cluster, strategy, is_searched=False))
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())
-    samples_per_s = strategy.batch / simulation.step_s
-    if args.json:
-        found = {
-            "layout": strategy.name,
-            "step_s": simulation.step_s,
-            "samples_per_s": samples_per_s,
-            "fits": simulation.fits,
-            "memory_bytes": simulation.memory_bytes,
-            "optimizer": options.optimizer,
-            "strategy": strategy,
-        }
-        print(msgspec.json.encode(found).decode())
-        return
-    flow = format_count(strategy.n_microbatches, "microbatch")
+    (_print_json if args.json else _print_text)(simulation)
+
+
+def _print_json(simulation: Simulation) -> None:
+    strategy, optimizer = simulation.strategy, simulation.simulator.options.optimizer
+    found = {
+        "layout": strategy.name,
+        "step_s": simulation.step_s,
+        "samples_per_s": strategy.batch / simulation.step_s,
+        "fits": simulation.fits,
+        "memory_bytes": simulation.memory_bytes,
+        "optimizer": optimizer,
+        "strategy": strategy,
+    }
+    print(msgspec.json.encode(found).decode())
+
+
+def _print_text(simulation: Simulation) -> None:
+    strategy, optimizer = simulation.strategy, simulation.simulator.options.optimizer
     if not simulation.fits:
         print(f"does not fit: {lack_of_memory(simulation)}")
     print(
         f"{strategy.name}: {format_duration(simulation.step_s)} per step of "
-        f"{format_count(strategy.batch, 'sample')} in {flow}, "
-        f"{format_number(samples_per_s)} samples/s",
+        f"{format_count(strategy.batch, 'sample')} in "
+        f"{format_count(strategy.n_microbatches, 'microbatch')}, "
+        f"{format_number(strategy.batch / simulation.step_s)} samples/s",
         *(f"  {line}" for line in explain(simulation)),
         "",
-        *memory_lines(simulation.memory_bytes, options.optimizer),
+        *memory_lines(simulation.memory_bytes, optimizer),
         sep="\n",
     )
 
@@ -172,6 +171,17 @@ def _check(args: argparse.Namespace) -> None:
                 f"{flag_of(name)} goes with --layout: a strategy's file says its own, so edit "
                 f"{args.start}"
             )
+
+
+def _check_strategy(args: argparse.Namespace, strategy: Strategy, simulator: Simulator) -> None:
+    if args.batch_size not in (None, strategy.batch):
+        raise ConfigError(
+            f"--batch-size {args.batch_size}: {args.start} has a batch of {strategy.batch}: leave "
+            "the flag out, or search with it"
+        )
+    with naming(args.start):
+        check_fresh(strategy, simulator.graph, simulator.cluster)
+        validate(strategy, simulator.graph, simulator.cluster)
 
 
 def _strategy_of_layout(

@@ -183,7 +183,6 @@ class LayoutSearch:
     def _price(
         self, layout: ParallelLayout, n_microbatches: int, segments: int, shard_state: ShardState
     ) -> Choice:
-        """Price a layout with its cuts."""
         samples = self.batch // layout.dp // n_microbatches
         return price(
             layout,
@@ -273,7 +272,6 @@ class LayoutSearch:
         return found
 
     def strategy(self, choice: Choice) -> Strategy:
-        """A choice on all devices."""
         strategy = layout_strategy(
             choice.layout,
             self.graph,

@@ -27,7 +27,6 @@ class Candidate:
 
     @property
     def n_devices(self) -> int:
-        """Number of devices that it uses."""
         plans = self.strategy.operators.values()
         return len({device for plan in plans for device in plan.devices})
 

@@ -311,7 +311,6 @@ class PipelineSearch:
             yield from self._best(chain_of(tuple(changed)), 1)
 
     def strategy(self, pipeline: Pipeline, form: Form = PLAIN) -> Strategy:
-        """A pipeline as a strategy."""
         return Strategy(
             name="pipeline",
             batch=self.batch,

@@ -45,7 +45,6 @@ class BlockTimes:
         self._whole: dict[tuple[str, int], tuple[list[OperatorTime], float]] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> OperatorTime:
-        """Seconds of one block on one device."""
         key = (op, device, tuple(stop - start for start, stop in block))
         if key not in self._seconds:
             operator = self._graph.operators[op]

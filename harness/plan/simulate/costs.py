@@ -173,7 +173,6 @@ class Costs:
         return self.wire_bytes_per_element(op) * math.prod(sizes.values())
 
     def operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
-        """Price one operator's plan."""
         key = (op, self._key(plan))
         found = self._operators.get(key)
         if found is None:

@@ -81,7 +81,6 @@ class Lowered:
 def lower(
     simulator: Simulator, tables: Tables, flow: Flow, shard_state: ShardState = "none"
 ) -> Lowered:
-    """Lower a strategy."""
     rows, options, n_devices = _Rows(simulator, tables, flow), simulator.options, tables.n_devices
     buckets, network = tables.buckets(), simulator.network
     is_sharded = shards_gradients(shard_state, flow.n_microbatches)

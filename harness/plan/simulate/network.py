@@ -85,7 +85,6 @@ class Collective:
     occupied: tuple[tuple[int, float], ...]
 
     def scaled(self, share: float) -> Collective:
-        """A share of it."""
         occupied = tuple((resource, share * seconds) for resource, seconds in self.occupied)
         return Collective(share * self.duration_s, occupied)
 

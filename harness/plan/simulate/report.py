@@ -56,7 +56,6 @@ def events(simulation: Simulation) -> Iterator[Event]:
 
 
 def decode(simulation: Simulation, task: int) -> Event:
-    """Decode a task's number."""
     out = simulation.outcome
     moves, _, sums, _, buckets, _ = out.lowered.begins
     if task < moves:

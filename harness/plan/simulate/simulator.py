@@ -194,7 +194,6 @@ class Trial:
         return msgspec.structs.replace(self.strategy, name=name, operators=operators)
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
-        """Give one operator another plan."""
         self.tables.replace(op, plan)
 
     def current_flow(self) -> Flow:

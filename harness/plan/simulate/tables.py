@@ -37,7 +37,6 @@ class Flow(NamedTuple):
     split_weight: bool  # the schedule has weight passes, which then free the activations
 
     def actions_of(self, device: int) -> list[Action]:
-        """The actions of a device."""
         begin, end = self.action_ptr[self.rank_of[device] :][:2]
         rows = self.actions[begin:end].tolist()
         return [Action(ACTIONS[which], microbatch, stage) for which, microbatch, stage in rows]
@@ -289,7 +288,6 @@ class Tables:
         return self._edges
 
     def buckets(self) -> Buckets:
-        """Buckets of gradients to all-reduce."""
         if self._buckets is None:
             self._buckets = self._fill_buckets()
         return self._buckets

@@ -302,7 +302,6 @@ def _unknown(name: str) -> points.SimulatedRun:
 
 
 def read(folder: Path) -> points.Published:
-    """All experiments of a folder."""
     groups: dict[str, list[_AmpTrial]] = {}
     for row in read_tables(folder, _COLUMNS):
         groups.setdefault(row.text("experiment"), []).append(_parse(row))

@@ -63,7 +63,6 @@ def _parse(row: Row) -> _PipelineRun:
 
 
 def read(folder: Path) -> points.Published:
-    """All runs of a folder."""
     runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _PipelineRates(runs)
     steps = [

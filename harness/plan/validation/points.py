@@ -138,7 +138,6 @@ def laid_out(
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
 ) -> SimulatedRun:
-    """The run of a layout."""
     strategy = profiled_layout(
         layout, simulator, batch, n_microbatches=n_microbatches, schedule=schedule
     )

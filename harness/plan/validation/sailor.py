@@ -299,7 +299,6 @@ def _replicas(text: str) -> tuple[str, int, int, str]:
 
 
 def read(folder: Path) -> points.Published:
-    """All plans of a folder."""
     plans = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _SailorPlans(plans, folder)
     used = list(given.calibrating.values())

@@ -103,7 +103,6 @@ def _parse(row: Row) -> _GPipeRun:
 
 
 def read(folder: Path) -> points.Published:
-    """All runs of a folder."""
     groups: dict[str, list[_GPipeRun]] = defaultdict(list)
     for run in map(_parse, read_tables(folder, _COLUMNS)):
         groups[run.model].append(run)

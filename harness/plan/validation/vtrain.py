@@ -261,7 +261,6 @@ def _parse(row: Row) -> _VTrainRun:
 
 
 def read(folder: Path) -> points.Published:
-    """All iterations of a folder."""
     runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _VTrainRuns(runs, folder)
     steps = [

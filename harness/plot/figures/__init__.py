@@ -122,6 +122,5 @@ def _workload_rows(name: str, rows: Callable[[RepeatGroup], Rows], catalog: Cata
 
 
 def load_figure(name: str) -> Figure:
-    """Import a figure of FIGURES."""
     figure: Figure = import_module(f"{__name__}.{name}").FIGURE
     return replace(figure, name=name, title=FIGURES[name])

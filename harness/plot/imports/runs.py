@@ -92,7 +92,6 @@ class ImportedRun(NamedTuple):
     repeat: int = 0
 
     def header(self) -> RunHeader:
-        """Its header."""
         cluster = _cluster(self.devices)
         nodes = cluster.node_of()
         return RunHeader(

@@ -254,22 +254,25 @@ def describe_node(
         n_tensors: number of tensor arguments.
     """
     module = modules[str(node.target)] if node.op == "call_module" else None
-    kind, attributes = _described(node, module, n_tensors)
+    described = _of_function(node, n_tensors) if module is None else _of_module(module)
+    kind, attributes = described
     if kind == "batch_norm" and is_frozen_norm(node, module):
         attributes["statistics"] = "frozen"
     return kind, attributes
 
 
-def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple[str, Attributes]:
+def _of_module(module: nn.Module) -> tuple[str, Attributes]:
     if isinstance(module, AutocastModule):
         function = type(module.module).__name__
         return "other", {"function": function, "autocast": str(module.region)}
-    if module is not None:
-        has_hooks = any(map(has_own_hooks, module.modules()))
-        for types, kind, read in () if has_hooks else _MODULES:
-            if isinstance(module, types):
-                return kind, {"function": type(module).__name__, **read(module)}
-        return "other", {"function": type(module).__name__}
+    has_hooks = any(map(has_own_hooks, module.modules()))
+    for types, kind, read in () if has_hooks else _MODULES:
+        if isinstance(module, types):
+            return kind, {"function": type(module).__name__, **read(module)}
+    return "other", {"function": type(module).__name__}
+
+
+def _of_function(node: fx.Node, n_tensors: int) -> tuple[str, Attributes]:
     if node.op == "get_attr":
         return "other", {"function": "parameter"}
     if node.target is operator.getitem:

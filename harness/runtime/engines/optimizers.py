@@ -105,7 +105,6 @@ OPTIMIZERS = {
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse an optimizer that is not in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"there is no optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
 

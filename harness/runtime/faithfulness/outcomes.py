@@ -112,7 +112,6 @@ Keep = Callable[[int, str, Tensor], Tensor]
 
 
 def keep_bits(batch: int, name: str, tensor: Tensor) -> Tensor:
-    """Keep a fingerprint."""
     return bits_of(tensor)
 
 

@@ -64,7 +64,6 @@ class UserFunction:
         }
 
     def load(self) -> Callable[..., Any]:
-        """Import the function."""
         with self._contained():
             module_name, attribute = self.parts()
             with self._imported(module_name):

@@ -80,7 +80,6 @@ class JoinedGraph:
         self.held: list[fx.Node] = []
 
     def region(self, numbers: Sequence[SizeAt], n_groups: int, *, draws: bool) -> AttentionRegion:
-        """Build it."""
         given = [n.all_input_nodes[0] for n in self._order[:-1] if n in self._projections]
         for source in dict.fromkeys((*given, *self._from_elsewhere())):
             self.inputs.append(source)

@@ -2,8 +2,7 @@
 
 torch.fx comes first, because it keeps modules (a convolution, an attention) as single operators.
 If it fails, torch.export follows, whose operators are smaller, and also if that finds attentions
-that can be cut by heads. If both fail in a module, that
-module is kept as one operator.
+that can be cut by heads. If both fail in a module, that module is kept as one operator.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -219,18 +218,13 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             with no_random_draws(), forgotten_stand_ins(model):
                 graph = tracer.trace(model)
             if not tracer.states.writes:
-                packing = join_packed(graph, model)
-                finish(graph, model, tracer.has_gradient)
-                module = _module(model, graph, states, whole, examples, packing)
-                module.meta[FOLDED] |= tracer.folded - states.keys()
-                if whole or states:
-                    return module
-                return _with_heads(model, module, examples) or module
+                module = _module(model, graph, tracer, states, whole, examples)
+                cut = None if whole or states else _with_heads(model, module, examples)
+                return cut or module
         except Exception as error:
             reason = error
         if tracer.states.writes:
-            for name, path in tracer.states.writes.items():
-                states[name] = _place(model, name, path)
+            states |= {name: _place(model, name, by) for name, by in tracer.states.writes.items()}
             whole |= set(states.values()) - {""}
             continue
         if isinstance(reason, HarnessError) and not isinstance(reason, ConstructError):
@@ -242,15 +236,18 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 exported = error
         path = tracer.module_path
         if not path or path in whole:
-            reasons = (reason,) if exported is None else (reason, exported)
-            refused = refusal(model._get_name(), *reasons)
-            if isinstance(model, BatchLoss):
-                refused = ModelError(f"{refused}; the model keeps its loss, because {model.reason}")
-            raise refused from reason
+            raise _refusal(model, reason, exported) from reason
         _log.info(
             "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
         )
         whole.add(path)
+
+
+def _refusal(model: nn.Module, *reasons: Exception | None) -> ModelError:
+    refused = refusal(model._get_name(), *filter(None, reasons))
+    if isinstance(model, BatchLoss):
+        return ModelError(f"{refused}; the model keeps its loss, because {model.reason}")
+    return refused
 
 
 def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -320,7 +317,6 @@ def _may_be_cut(node: fx.Node) -> bool:
 
 
 def _called(node: fx.Node) -> nn.Module | None:
-    """The module that a node calls, if it calls one."""
     owner = node.graph.owning_module
     return owner.get_submodule(str(node.target)) if owner and node.op == "call_module" else None
 
@@ -348,11 +344,13 @@ def _leads_to_linear(softmax: fx.Node, attribute: str) -> bool:
 def _module(
     model: nn.Module,
     graph: fx.Graph,
+    tracer: ModelTracer,
     states: Collection[str],
     whole: Collection[str],
     examples: tuple[Tensor, ...],
-    packing: Mapping[str, nn.Module],
 ) -> fx.GraphModule:
+    packing = join_packed(graph, model)
+    finish(graph, model, tracer.has_gradient)
     module = fx.GraphModule(model, graph, type(model).__name__)
     for path, part in packing.items():
         module.set_submodule(path, part)
@@ -364,6 +362,7 @@ def _module(
     index_fields(module, _values_of(module, examples))
     fold_constants(module, examples)
     keep_regions(module)
+    module.meta[FOLDED] |= tracer.folded.difference(states)
     return module
 
 

@@ -204,7 +204,6 @@ def _write_cluster(
 
 @for_each_run
 def links_text(run: Run) -> list[str]:
-    """The tables of a run."""
     left_out = run.header.texts("left_out")
     matrices, rows, best = link_matrices(run), collective_table(run), best_links_bytes_per_s(run)
     return [

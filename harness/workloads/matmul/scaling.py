@@ -27,8 +27,6 @@ _N_PANELS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedProduct:
-    """One distributed product."""
-
     scaling: Scaling
     n_ranks: int
     size: int

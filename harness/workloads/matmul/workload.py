@@ -196,7 +196,6 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
 
 @for_each_run
 def matmul_text(run: Run) -> list[str]:
-    """The tables of a run."""
     products, memory, summa = matmul_table(run), memory_table(run), summa_table(run)
     doubts = [*low_peak_warnings(summa), *product_noise(products, memory, summa)]
     warnings = "\n".join(f"warning: {text}" for text in doubts)

@@ -185,7 +185,6 @@ class ProfileConfig(ModelFlags):
         return sorted(set(self.shards)) if self.shards else shard_counts(n_ranks)
 
     def path(self, results: Path) -> Path:
-        """The profile file."""
         if self.profile_file is not None:
             return self.profile_file
         kinds = {"channels_last": self.channels_last, "compiled": self.compile}

@@ -97,8 +97,6 @@ def search_need(search_config: SearchConfig) -> Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The inputs of a plan."""
-
     graph: Graph
     cluster: Cluster
     profile: Profile

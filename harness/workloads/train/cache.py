@@ -188,7 +188,6 @@ class TrainingCache:
             sample("cache_bytes", n_bytes, place=place)
 
     def data_for(self, engine: ExecutorEngine) -> Any:
-        """The data set that an engine reads."""
         from harness.runtime.executor.cache.activations import CachedData
 
         rest = engine.prefix.rest

@@ -159,8 +159,6 @@ Plan = tuple[LayerCut, ...]
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """Layers on a machine."""
-
     machine: Machine
     layers: Sequence[Layer] = field(default_factory=alexnet)
 
@@ -230,7 +228,6 @@ def format_plan(problem: LayerProblem, plan: Plan) -> list[str]:
 
 
 def to_strategy(problem: LayerProblem, plan: Plan) -> Strategy:
-    """The plan as the strategy that it is."""
     operators = {}
     for layer, cut in zip(problem.layers, plan, strict=True):
         parts = {"sample": cut.n_samples, "feature": cut.n_features}

@@ -60,7 +60,6 @@ class Vocabulary:
         return self._numbers[END]
 
     def tokenizer(self) -> Any:
-        """A tokenizer of the library `tokenizers`."""
         try:
             bert_wordpiece = import_module("tokenizers.implementations.bert_wordpiece")
         except ModuleNotFoundError as error:

@@ -205,7 +205,6 @@ class Tap:
     _marks: list[tuple[Any, Any]] = field(default_factory=list)
 
     def begin(self, samples: Sequence[int]) -> None:
-        """Begin a step."""
         self.samples = samples
         self.n_steps += self.is_timing
 

@@ -118,7 +118,6 @@ class HeldState:
     random: RandomState
 
     def tensor(self, piece: WeightSlice, key: str) -> Tensor:
-        """The tensor of a held slice."""
         if key == MODEL:
             return self.model(piece).detach()
         found: Tensor = self.optimizer.state[self.owners.own[piece]][key]

@@ -132,7 +132,6 @@ class ReplicaAverages:
             gather()
 
     def begin(self, share: Share) -> None:
-        """Begin the average of a step."""
         if self._ranks:
             self.average.begin(1 / share.replica_factor / self._n_together)
 

@@ -104,7 +104,6 @@ Sink = ImmediateSink | WeightQueue
 
 
 def can_defer(module: nn.Module) -> bool:
-    """Whether a module can be `Deferred`."""
     # Gradients of complex weights are products with conjugates, which are left to autograd.
     if not has_plain_weights(module) or any(x.is_complex() for x in module.parameters()):
         return False

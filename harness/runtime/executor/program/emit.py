@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,6 @@ class SegmentBuilder:
         self.values: dict[PartKey, fx.Node] = {}
 
     def add(self, part: Part) -> None:
-        """Emit one task."""
         wants = self._layout.reads(part)
         form = self._forms.of[part.operator]
         if part.operator not in self._layout.captured.nodes:
@@ -211,11 +210,8 @@ class SegmentBuilder:
     ) -> None:
         node = self._layout.captured.nodes[part.operator]
         start, stop = self._layout.sample_interval(part)
-        weights = self._device.weights
-        root = self._device.root
-        sources = node_sources(node, root)
-        operator = self._layout.operators[part.operator]
-        is_viewed = operator.kind in _VIEWING
+        sources = node_sources(node, self._device.root)
+        is_viewed = self._layout.operators[part.operator].kind in _VIEWING
 
         def mapped(argument: fx.Node) -> Any:
             if argument in arguments:
@@ -229,25 +225,7 @@ class SegmentBuilder:
         emitted = self._graph.node_copy(node, mapped)
         if node.op == "call_module":
             path = str(node.target)
-            module = root.get_submodule(path)
-            weights.share(module, {
-                name.removeprefix(f"{path}."): piece
-                for name, piece in sources.items() if name.startswith(f"{path}.")
-            })  # fmt: skip
-            is_untraced = is_viewed and operator.attrs.get("is_repeatable") is False
-            if is_untraced:
-                own_gradients(module.parameters())
-            if isinstance(module, _BatchNorm) and self._earlier(part):
-                module = copy.copy(module)
-                module.track_running_stats = False
-            if getattr(module, "sparse", False):
-                module = copy.copy(module)
-                module.sparse = False  # type: ignore[assignment]
-            if operator.attrs.get("writes_buffers"):
-                module = KeepsBuffers(module)
-            if is_untraced:
-                module = KeepsGradients(module)
-            emitted.target = self._own(path, module)
+            emitted.target = self._own(path, self._native_module(part, path, sources))
             self._operator_of[emitted.target] = part.operator, path
         elif node.target in _SPARSE:
             place = _SPARSE[node.target]
@@ -258,6 +236,27 @@ class SegmentBuilder:
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)
+
+    def _native_module(
+        self, part: Part, path: str, sources: Mapping[str, WeightSlice]
+    ) -> nn.Module:
+        """The model's module, with dense gradients; the first task alone tracks statistics."""
+        operator = self._layout.operators[part.operator]
+        module, prefix = self._device.root.get_submodule(path), f"{path}."
+        own = {n.removeprefix(prefix): x for n, x in sources.items() if n.startswith(prefix)}
+        self._device.weights.share(module, own)
+        is_untraced = operator.kind in _VIEWING and operator.attrs.get("is_repeatable") is False
+        if is_untraced:
+            own_gradients(module.parameters())
+        if isinstance(module, _BatchNorm) and self._earlier(part):
+            module = copy.copy(module)
+            module.track_running_stats = False
+        if getattr(module, "sparse", False):
+            module = copy.copy(module)
+            module.sparse = False  # type: ignore[assignment]
+        if operator.attrs.get("writes_buffers"):
+            module = KeepsBuffers(module)
+        return KeepsGradients(module) if is_untraced else module
 
     def _tensor(self, name: str, piece: WeightSlice, *, is_viewed: bool) -> fx.Node:
         """A node for a parameter or constant of the model."""
@@ -317,7 +316,6 @@ class SegmentBuilder:
         return self._call(f"{part.operator}.crop", crop, (emitted,))
 
     def _region(self, want: Want) -> fx.Node:
-        """The node of this graph for a want."""
         if want.number not in self._regions:
             self._regions[want.number] = self._make_region(want)
         return self._regions[want.number]
@@ -364,7 +362,6 @@ class SegmentBuilder:
         return self.inputs[key]
 
     def finish(self, outputs: list[PartKey], stage: int) -> fx.GraphModule:
-        """Complete the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
         for path, module in self._owned.items():
             if isinstance(module, nn.Module):

@@ -191,7 +191,6 @@ class Program:
         return [segment.units for segment in self.stages[stage]]
 
     def modules(self) -> Iterator[fx.GraphModule]:
-        """The modules of all segments."""
         for segments in self.stages.values():
             yield from (segment.module for segment in segments)
 

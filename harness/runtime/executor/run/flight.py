@@ -112,7 +112,6 @@ class Flight:
     owned: set[InputKey] = field(default_factory=set)
 
     def input(self, key: InputKey) -> Tensor:
-        """The tensor of a segment's input."""
         if isinstance(key, DataKey):
             return self._data(key)
         if isinstance(key, TargetKey):

@@ -130,7 +130,6 @@ class Runner:
         self._flights.clear()
 
     def modules(self) -> Iterator[nn.Module]:
-        """The modules of all segments."""
         for program, _ in self._programs.values():
             yield from program.modules()
 

@@ -44,7 +44,6 @@ class Region:
 
     @property
     def is_all(self) -> bool:
-        """Whether it is all of the block."""
         return not (self.pads or self.crops)
 
     def take(self, x: Tensor) -> Tensor:

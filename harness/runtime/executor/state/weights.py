@@ -151,7 +151,6 @@ class Holders:
         return tuple(sorted({use.device for use in self._uses[piece]}))
 
     def uses(self, piece: WeightSlice) -> set[Use]:
-        """The tasks that use a slice."""
         return self._uses[piece]
 
     def is_used_alike(self, piece: WeightSlice) -> bool:

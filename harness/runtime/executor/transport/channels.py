@@ -228,7 +228,6 @@ class Channels:
         self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
     def receive(self, message: Message, dtype: torch.dtype, microbatch: int) -> Transfer:
-        """Post a receive."""
         sender = message.sender
         buffer = torch.empty(message.shape, dtype=dtype, device=self._world.wire)
         work: Any = None

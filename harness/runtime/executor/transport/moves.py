@@ -144,7 +144,6 @@ class Moves:
         return sorted(found, key=lambda message: message.order)
 
     def sent(self, stage: int, *, is_backward: bool) -> list[Message]:
-        """The messages that a stage sends."""
         sender = End(self._device, stage), is_backward
         return [m for m in self._messages if (m.sender, m.is_backward) == sender]
 
@@ -164,7 +163,6 @@ class Moves:
                 yield list(new.values())
 
     def message_of(self, route: Route, *, is_backward: bool) -> Message:
-        """The message that carries a piece."""
         return self._message_of[route.number, is_backward]
 
     def _fetch(self, want: Want) -> Fetch:
