@@ -182,12 +182,7 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
     """
     import msgspec
 
-    from harness.cases import (
-        describe_cluster,
-        finished_repeats,
-        plan_runs,
-        remaining_repeats,
-    )
+    from harness.cases import describe_cluster, finished_repeats, plan_runs, remaining_repeats
     from harness.domain.run import RankInfo, RunHeader, run_key
     from harness.resume import check_batches, find_resumed
     from harness.runtime.ranks.host import read_settings

@@ -56,7 +56,6 @@ def is_by(made_for: MadeFor, cluster: Cluster, profile: Profile) -> bool:
 
 
 def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
-    """Compute the fingerprints of a strategy for this graph, cluster and profile."""
     return MadeFor(
         model=graph.name,
         graph_hash=graph.content_hash(),

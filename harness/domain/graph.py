@@ -66,7 +66,6 @@ class Operator(
         dtype: of the output, as torch names it.
         forward_flops: of the whole output; a multiply-add counts as two.
         backward_flops: gradients of inputs and parameters together.
-        parameter_bytes: of all its parameters.
         activation_bytes: of all that its consumers receive.
         signature: operators with equal signatures take equal time at equal shapes, so they share
             measurements; an empty signature is shared with no operator.
@@ -172,7 +171,6 @@ class Graph(JsonFile, frozen=True, kw_only=True):
     """Operators, each after its producers.
 
     Attributes:
-        name: the model.
         batch: samples in the minibatch that shapes, FLOPs and bytes hold for; None when unknown.
     """
 

@@ -28,7 +28,6 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     Attributes:
         strategy: the strategy's name.
         method: how it was found, such as `search` or `builder`.
-        step_s: seconds.
         memory_bytes: peak by device name.
         spans: by rank (a decimal number, as JSON has it), of one step, from its start.
         contention_s: by rank, the slowdown of computing by concurrent transfers; None when

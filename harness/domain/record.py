@@ -62,7 +62,6 @@ class Span(
         name: for people only, such as `bucket3`, where the other fields do not suffice.
         step: the step (or iteration) it belongs to, counted from 0 after warm-up.
         start_s: seconds since the recorder's origin on this rank (monotonic).
-        duration_s: seconds.
         n_bytes: bytes moved, for data, host_to_device and communication.
         stage: pipeline stage of the pass.
         microbatch: its number within the step.
@@ -114,7 +113,6 @@ class Sample(
 
     Attributes:
         metric: its name, ending in its unit: `collective_s`, `nic_sent_bytes`, `loss`.
-        value: the number as measured.
         labels: conditions of the measurement: {"operation": "all_reduce", "n_bytes": 1024}.
         step: the step or iteration, counted from 0 after warm-up.
         time_s: seconds since the recorder's origin, for time series.

@@ -48,7 +48,6 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
             gradient, without communication between them. Only operators without weights allow it
             (Unity's replica dim, DTensor's Replicate).
         devices: device k (a position in `Cluster.devices`) computes block k; a device may repeat.
-        stage: its pipeline stage.
         keys: of an attention that is cut by positions, see `domain.key_forms`.
     """
 

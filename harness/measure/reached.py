@@ -74,7 +74,6 @@ class Reached:
         self._values[_STEP] = step
 
     def begin(self, phase: SpanKind) -> None:
-        """Note the start of a phase."""
         self._n_marks += 1
         self._values[_PHASE] = _NUMBERS[phase]
         self._values[_N_MARKS] = self._n_marks

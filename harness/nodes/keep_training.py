@@ -38,7 +38,6 @@ class LaunchCommand:
     """A command of mpirun that trains.
 
     Attributes:
-        words: the command.
         hostfile_at, n_ranks_at: positions of the hostfile and of the number of ranks; the latter is
             None if mpirun starts a rank on every slot.
     """

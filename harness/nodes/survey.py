@@ -79,7 +79,6 @@ class Survey:
 
     Attributes:
         late: hosts that answered too late for the checks between hosts.
-        has_mpirun: this machine has an mpirun.
     """
 
     order: Order

@@ -131,7 +131,6 @@ def join(files: Iterable[Path]) -> None:
 
 
 def members(cluster: str) -> set[int]:
-    """The pids in all cgroups of a cluster."""
     return {int(pid) for path in join_files(cluster, "*") for pid in path.read_text().split()}
 
 

@@ -41,7 +41,6 @@ _MOST_TELLING = 3
 
 
 def configured(run: Headed, name: str, default: str = "") -> str:
-    """A setting of the run as text."""
     value: Any = run.header.config.get(name, default)
     return default if value is None else str(value)[:_LONGEST]
 

@@ -48,7 +48,6 @@ class Imported:
     note: str = ""
 
     def describe(self, order: DimOrder = "innermost_first") -> str:
-        """Describe the strategy in one line."""
         if isinstance(self.content, Strategy):
             return self.content.name
         if isinstance(self.content, PipeDreamPlan):

@@ -18,12 +18,7 @@ import numpy as np
 from harness.domain.schedule import AHEAD, ScheduleName
 from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.layouts.degrees import ParallelLayout
-from harness.plan.layouts.group import (
-    GroupCosts,
-    active_bytes,
-    bucket_bytes_at,
-    segment_starts,
-)
+from harness.plan.layouts.group import GroupCosts, active_bytes, bucket_bytes_at, segment_starts
 from harness.plan.layouts.links import NodeLinks, Rings, queues, transfer_seconds
 from harness.plan.layouts.state import StageState, stage_state
 from harness.plan.simulate.options import SimulatorOptions

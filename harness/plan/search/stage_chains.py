@@ -55,7 +55,6 @@ class GroupChains:
     """Sequences of disjoint groups of devices, as a graph of states: (devices used, last group).
 
     Attributes:
-        groups: all groups.
         last: (n_states,) index of the last group; state 0 is the start, before any group.
         moves: (n_moves, 2) from a state to another that adds a group; those from states of fewer
             devices first.

@@ -164,7 +164,6 @@ class Costs:
         return operator.activation_bytes / elements
 
     def wire_bytes_per_element(self, op: int) -> float:
-        """Bytes sent per output element."""
         return self.bytes_per_element(op) * float(self.wire_share[op])
 
     def wire_bytes(self, op: int) -> float:

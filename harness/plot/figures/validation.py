@@ -7,14 +7,7 @@ import pandas as pd
 from harness.domain.prediction import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Axes, Canvas, Figure, Rows
-from harness.plot.style import (
-    LIMIT,
-    MUTED,
-    SERIES,
-    WIDTH_IN,
-    joint_legend,
-    plain_log_axis,
-)
+from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, joint_legend, plain_log_axis
 
 N_COLUMNS, PANEL_IN = 2, 4.2
 POINTS = {True: (SERIES[0], "judged"), False: (MUTED, "calibrates: not judged")}

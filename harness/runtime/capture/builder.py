@@ -139,15 +139,11 @@ class OperatorBuilder:
     def _add_input(self, node: fx.Node, value: Tensor) -> None:
         self._name_of[node] = node.name
         self._taken.add(node.name)
-        self.operators.append(
-            Operator(
-                name=node.name,
-                kind="input",
-                shape=self._named_shape(node),
-                dtype=_dtype(value),
-                activation_bytes=value.numel() * value.element_size(),
-            )
-        )
+        operator = Operator(
+            name=node.name, kind="input", shape=self._named_shape(node),
+            dtype=str(value.dtype).removeprefix("torch."), activation_bytes=_n_bytes([value]),
+        )  # fmt: skip
+        self.operators.append(operator)
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
         by_batch = [tensors_within(values[node])[0].shape for values in self._by_batch]
@@ -232,8 +228,9 @@ class OperatorBuilder:
         self._first_user |= {id(p): name for p in new}
         self._name_of[node], self.nodes[name] = name, node
         operator = Operator(
-            name=name, kind=call.kind, inputs=[self._name_of[n] for n in call.sources],
-            shape=self._named_shape(node), dtype=_dtype(self._tensor(node)),
+            name=name, kind=call.kind, shape=self._named_shape(node),
+            inputs=[self._name_of[n] for n in call.sources],
+            dtype=str(self._tensor(node).dtype).removeprefix("torch."),
             forward_flops=found.forward.total, backward_flops=found.backward.total,
             parameter_bytes=_n_bytes(new), activation_bytes=_n_bytes(found.received),
             signature=self._signature(call), attrs=attrs,
@@ -299,7 +296,3 @@ class OperatorBuilder:
 
 def _n_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -13,19 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from harness.domain.graph import (
-    INNER,
-    INNER_HALF,
-    KEPT,
-    KEPT_HALF,
-    LOSS,
-    Attribute,
-    Graph,
-    Operator,
-)
+from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF, LOSS, Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.builder import BY_SOFTMAX, OperatorBuilder
 from harness.runtime.capture.meta_run import run_on_meta
+from harness.runtime.capture.operators import Attributes
 from harness.runtime.capture.sample_dims import join_samples
 from harness.runtime.capture.sample_losses import split_by_samples
 from harness.runtime.models import build_task, fit_options
@@ -67,7 +59,7 @@ class Captured:
 
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
-    attrs: dict[str, Attribute] = {"function": str(task.loss)}
+    attrs: Attributes = {"function": str(task.loss)}
     if task.loss in BY_SOFTMAX:  # in fp32: log-softmax, its gradient, and that of fp32 outputs
         n_bytes = 4 * batch * n_classes
         attrs |= dict.fromkeys((KEPT, KEPT_HALF, INNER), n_bytes)

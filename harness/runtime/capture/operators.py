@@ -248,11 +248,7 @@ def updates_statistics(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 def describe_node(
     node: fx.Node, modules: dict[str, nn.Module], n_tensors: int
 ) -> tuple[str, Attributes]:
-    """Kind and attributes of a node that computes a tensor.
-
-    Args:
-        n_tensors: number of tensor arguments.
-    """
+    """Kind and attributes of a node that computes a tensor."""
     module = modules[str(node.target)] if node.op == "call_module" else None
     described = _of_function(node, n_tensors) if module is None else _of_module(module)
     kind, attributes = described

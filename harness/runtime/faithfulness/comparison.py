@@ -50,12 +50,7 @@ from harness.runtime.faithfulness.outcomes import (
     rounding_of,
     widened,
 )
-from harness.runtime.faithfulness.state import (
-    counted_on,
-    counters,
-    preserved,
-    writes_copies,
-)
+from harness.runtime.faithfulness.state import counted_on, counters, preserved, writes_copies
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import raise_on_all_ranks

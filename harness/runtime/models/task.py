@@ -254,7 +254,6 @@ class DlrmOptions:
     Attributes:
         bottom_mlp: layer widths from the dense features to the embedding's width.
         top_mlp: layer widths from the interaction's width to one logit.
-        table_rows: rows of each table.
         n_lookups: indices per table and sample; their embeddings are summed.
     """
 

@@ -266,7 +266,6 @@ def _detached(value: Any) -> Any:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Replace nested tensors."""
     return fx.node.map_aggregate(value, lambda x: function(x) if isinstance(x, Tensor) else x)
 
 

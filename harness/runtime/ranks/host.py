@@ -54,7 +54,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uuid: the same in every process, unlike the CUDA index.
         board: UUID of the GPU that a slice is part of.
-        memory_bytes: total memory.
     """
 
     name: str

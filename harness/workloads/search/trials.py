@@ -52,7 +52,6 @@ class Place:
     """Result of one racer.
 
     Attributes:
-        index: index of the racer.
         duration_s: drift-corrected seconds: the median over its rounds of its time over the
             round's mean, times the median of these means. Means are geometric, over the racers
             that were never dropped.

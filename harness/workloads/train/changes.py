@@ -203,7 +203,7 @@ class StrategyChanges:
         recorder.step = None
         sample: _Sample = partial(recorder.sample, step=step, change=self._n_begun)
         self._n_begun += 1  # also if it fails
-        training, moved, cached = self._switch(engine, due, step, training, elastic, sample)
+        training, moved, cached = self._switch(engine, due, step, training, sample)
         after = self._name()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
@@ -226,15 +226,11 @@ class StrategyChanges:
         )
 
     def _switch(
-        self,
-        engine: ExecutorEngine,
-        due: Due,
-        step: int,
-        training: Training,
-        elastic: ElasticExecutor,
-        sample: _Sample,
+        self, engine: ExecutorEngine, due: Due, step: int, training: Training, sample: _Sample
     ) -> tuple[Training, PairBytes, PairBytes]:
         """Go on by another engine; returns the bytes of state and of cached outputs that moved."""
+        elastic = training.elastic
+        assert elastic is not None
         cached: PairBytes = {}
         if self._cache is not None:
             cached = self._cache.fill(engine, training, sample)

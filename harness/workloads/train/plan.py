@@ -27,11 +27,7 @@ from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.builders import check_replicas
 from harness.plan.layouts.degrees import microbatches_of, parse_layout, profiled_layout
-from harness.plan.search.space import (
-    balanced_pipeline,
-    proportional_shares,
-    usual_microbatches,
-)
+from harness.plan.search.space import balanced_pipeline, proportional_shares, usual_microbatches
 from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.meta_run import StepFlops

@@ -99,7 +99,6 @@ class Training:
     Attributes:
         elastic: builds engines of other strategies and moves the state to them; None if the
             strategy stays.
-        data: the data set.
         plan: the samples of each rank in each step.
         n_steps: measured steps of the run.
         rates: the learning rate of each of them.

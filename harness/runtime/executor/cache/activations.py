@@ -44,7 +44,6 @@ class Activations:
         self._rows: dict[str, Rows] = {}
 
     def write(self, value: str, samples: Sequence[int], tensor: Tensor) -> None:
-        """Keep the rows of samples."""
         self._of(value, tensor).write(samples, tensor)
 
     def read(self, value: str, samples: Sequence[int]) -> Tensor:

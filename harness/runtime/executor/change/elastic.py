@@ -247,7 +247,6 @@ class ElasticExecutor:
         return boundary_values(captured, prefix), why_not(captured, prefix)
 
     def predict_bytes(self, engine: ExecutorEngine) -> PairBytes:
-        """Bytes that a change to an engine moves."""
         n_states = self._options.optimizer.n_states
         weights, state = find_all_migrations(self.engine.held_state(), engine.held_state())
         pair_bytes: Counter[tuple[int, int]] = Counter()

@@ -89,7 +89,6 @@ class Want:
             takes.
         is_sum: the pieces overlap and must be added.
         first_consumer: position of the first operator on this device that reads it.
-        stage: stage of that operator.
     """
 
     number: int

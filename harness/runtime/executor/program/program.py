@@ -73,7 +73,6 @@ class Route:
         goes: whether the value travels; false if the reader has a copy.
         returns: whether the gradient comes back.
         held, in_want: its region in the tensors of the part and of the want.
-        shape: of the piece.
     """
 
     want: Want

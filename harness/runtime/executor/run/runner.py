@@ -149,7 +149,6 @@ class Runner:
     # Messages
 
     def _number(self, microbatch: int) -> int:
-        """The number of a microbatch within its step."""
         return microbatch % len(self._sizes)
 
     def _at(self, microbatch: int) -> tuple[Program, Moves]:

@@ -159,7 +159,6 @@ class ExactDropout(Shard):
 
     Args:
         sizes: shape of the whole mask; 1 along dims that are dropped together.
-        block: block of that mask.
         operator: its name, part of the seed of its masks, because its place differs with --cache.
     """
 

@@ -45,7 +45,6 @@ class Survivor:
         self._is_done |= done
 
     def begin_step(self) -> None:
-        """Remember the start of a step."""
         self._has_begun = self._is_done = False
         self._step = self._held.random.step
         self._sums = None if self._norms is None else self._norms.sums

@@ -166,7 +166,6 @@ class Holders:
         return self._dtypes[piece.name]
 
     def n_bytes(self, piece: WeightSlice) -> int:
-        """Bytes of a parameter's slice."""
         return self.dtype(piece).itemsize * piece.n_elements
 
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:

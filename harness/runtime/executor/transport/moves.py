@@ -43,13 +43,7 @@ from harness.runtime.executor.program.program import PartKey, Program, Route, Wa
 from harness.runtime.executor.shards.regions import Region
 from harness.runtime.executor.shards.ring import Pass
 from harness.runtime.executor.transport.channels import Channels, Moment, Transfer
-from harness.runtime.executor.transport.messages import (
-    End,
-    Message,
-    Place,
-    SharedSum,
-    shared_sums,
-)
+from harness.runtime.executor.transport.messages import End, Message, Place, SharedSum, shared_sums
 
 _AT_FIRST = 2  # exchanges whose receives are posted before the first action of a step
 _BEFORE_ALL: Moment = (-1, 0)
