@@ -47,7 +47,7 @@ def argument_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _NodeFacts:
     """A node that computes a tensor, and the facts from which its operator is derived.
 
     Attributes:
@@ -117,7 +117,7 @@ class OperatorBuilder:
             if function_name(node.target) == "getitem" and is_of_tuple:
                 self._name_of[node] = self._name_of[source]  # an element or slice of a tuple
             else:
-                self._add_operator(self._call_of(node))
+                self._add_operator(self._facts_of(node))
 
     def with_kept_bytes(self, loss: str) -> list[Operator]:
         """The operators with the bytes that each keeps until backward; see `saved`."""
@@ -191,7 +191,7 @@ class OperatorBuilder:
             names = [f"{node.target}.{name}" for name, _ in owned]
         return [name for name in names if name in self._written]
 
-    def _call_of(self, node: fx.Node) -> _Call:
+    def _facts_of(self, node: fx.Node) -> _NodeFacts:
         kind, attrs, product = self._described(node)
         function, is_traced = str(attrs["function"]), not is_opaque(node, self._modules)
         is_known_node = is_traced and is_known(kind, function)
@@ -203,94 +203,94 @@ class OperatorBuilder:
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": function}, None
         is_random = draws_random(node, self._module) and not is_dropout(node, self._module)
-        return _Call(
+        return _NodeFacts(
             node=node, kind=kind, described=attrs, product=product, parameters=parameters,
             sources=[n for n in argument_nodes(node) if n in self._name_of],
             function=function if is_traced else "", unknown=function if is_named else "",
             is_known=is_known_node, is_repeatable=is_known_node and not (is_hooked or is_random),
         )  # fmt: skip
 
-    def _add_operator(self, call: _Call) -> None:
-        node, found, name = call.node, self._measured[call.node], self._free_name(call.node)
-        attrs = call.described | self._cutting(call)
-        if not call.is_repeatable:
+    def _add_operator(self, facts: _NodeFacts) -> None:
+        node, found, name = facts.node, self._measured[facts.node], self._free_name(facts.node)
+        attrs = facts.described | self._cutting(facts)
+        if not facts.is_repeatable:
             attrs["is_repeatable"] = False
-        if not self._reads_samples(call, attrs):
+        if not self._reads_samples(facts, attrs):
             self._unsampled.add(name)
             attrs["reads_samples"] = False
-        attrs |= self._state(call, name)
+        attrs |= self._state(facts, name)
         n_scores = found.forward.scores + found.backward.scores
-        if n_scores and (call.product is None or not call.product.has_weights):
+        if n_scores and (facts.product is None or not facts.product.has_weights):
             attrs[SCORE_FLOPS] = n_scores
-        if call.unknown and call.sources:  # not a made tensor
-            self.unknown[call.unknown].append(name)
-        new = [p for p in call.parameters.values() if id(p) not in self._first_user]
+        if facts.unknown and facts.sources:  # not a made tensor
+            self.unknown[facts.unknown].append(name)
+        new = [p for p in facts.parameters.values() if id(p) not in self._first_user]
         self._first_user |= {id(p): name for p in new}
         self._name_of[node], self.nodes[name] = name, node
         operator = Operator(
-            name=name, kind=call.kind, shape=self._named_shape(node),
-            inputs=[self._name_of[n] for n in call.sources],
+            name=name, kind=facts.kind, shape=self._named_shape(node),
+            inputs=[self._name_of[n] for n in facts.sources],
             dtype=str(self._tensor(node).dtype).removeprefix("torch."),
             forward_flops=found.forward.total, backward_flops=found.backward.total,
             parameter_bytes=_n_bytes(new), activation_bytes=_n_bytes(found.received),
-            signature=self._signature(call), attrs=attrs,
+            signature=self._signature(facts), attrs=attrs,
         )  # fmt: skip
         self.operators.append(operator)
 
-    def _cutting(self, call: _Call) -> Attributes:
+    def _cutting(self, facts: _NodeFacts) -> Attributes:
         """Why an operator cannot be cut by samples, if it cannot."""
         found: Attributes = {}
-        if self._mixes_samples(call) or call.node.meta.get(WRITES):
+        if self._mixes_samples(facts) or facts.node.meta.get(WRITES):
             found["mixes_samples"] = True
-        if buffers := self._written_buffers(call.node):
+        if buffers := self._written_buffers(facts.node):
             found["writes_buffers"] = buffers
-        made, *read = [(self._shape(n), self._sample_dims(n)) for n in (call.node, *call.sources)]
-        if found or not is_cut_by_samples(call.kind, call.function, made, read):
+        made, *read = [(self._shape(n), self._sample_dims(n)) for n in (facts.node, *facts.sources)]
+        if found or not is_cut_by_samples(facts.kind, facts.function, made, read):
             found["is_cut_by_samples"] = False
         return found
 
-    def _mixes_samples(self, call: _Call) -> bool:
-        if call.product is None:
-            mixes = self._mixing.mixes(call.node, call.kind, is_known=call.is_known)
+    def _mixes_samples(self, facts: _NodeFacts) -> bool:
+        if facts.product is None:
+            mixes = self._mixing.mixes(facts.node, facts.kind, is_known=facts.is_known)
         else:
-            mixes = call.product.mixes_samples
-        return mixes or self._mixing.is_uneven(call.node)
+            mixes = facts.product.mixes_samples
+        return mixes or self._mixing.is_uneven(facts.node)
 
-    def _reads_samples(self, call: _Call, attrs: Attributes) -> bool:
-        """Whether samples, their number or chance affect the output."""
+    def _reads_samples(self, facts: _NodeFacts, attrs: Attributes) -> bool:
+        """Whether samples, their number or chance may affect the output."""
         is_fixed = {"is_repeatable", "mixes_samples", "writes_buffers"}.isdisjoint(attrs)
-        is_fixed = is_fixed and not self._growing(call.node) and call.kind != "batch_norm"
-        return not is_fixed or any(self._name_of[n] not in self._unsampled for n in call.sources)
+        is_fixed = is_fixed and not self._growing(facts.node) and facts.kind != "batch_norm"
+        return not is_fixed or any(self._name_of[n] not in self._unsampled for n in facts.sources)
 
-    def _state(self, call: _Call, name: str) -> Attributes:
+    def _state(self, facts: _NodeFacts, name: str) -> Attributes:
         """Module and parameters, and which of them are frozen or another operator's too."""
         found: Attributes = {}
-        if call.node.op == "call_module":
-            found["module"] = str(call.node.target)
-        if updates_statistics(call.node, self._modules):
-            first = self._first_call.setdefault(call.node.target, name)
+        if facts.node.op == "call_module":
+            found["module"] = str(facts.node.target)
+        if updates_statistics(facts.node, self._modules):
+            first = self._first_call.setdefault(facts.node.target, name)
             found |= {"shares_norm_with": first} if first != name else {}
-        if call.parameters:
-            found["parameters"] = list(call.parameters)
-        tied = [p for p in call.parameters.values() if id(p) in self._first_user]
+        if facts.parameters:
+            found["parameters"] = list(facts.parameters)
+        tied = [p for p in facts.parameters.values() if id(p) in self._first_user]
         if tied:
             found |= {"tied_to": self._first_user[id(tied[0])], "tied_bytes": _n_bytes(tied)}
-        given = call.parameters.items()
+        given = facts.parameters.items()
         frozen = [p for n, p in given if not p.requires_grad or n in self.untrained]
         if frozen:
             found["frozen_bytes"] = _n_bytes(frozen)
         return found
 
-    def _signature(self, call: _Call) -> str:
+    def _signature(self, facts: _NodeFacts) -> str:
         """Equal for operators that take the same time for equal numbers of samples."""
-        words = [f"{name}={value}" for name, value in sorted(call.described.items())]
-        output, *inputs = [self._tensor(n) for n in (call.node, *call.sources)]
+        words = [f"{name}={value}" for name, value in sorted(facts.described.items())]
+        output, *inputs = [self._tensor(n) for n in (facts.node, *facts.sources)]
         shapes = ["x".join(map(str, x.shape[1:])) for x in (output, *inputs)]
-        text = f"{call.kind}({', '.join(words)}) {', '.join(shapes[1:])} -> {shapes[0]}"
-        has_gradient = self._measured[call.node].has_gradient
+        text = f"{facts.kind}({', '.join(words)}) {', '.join(shapes[1:])} -> {shapes[0]}"
+        has_gradient = self._measured[facts.node].has_gradient
         if not self._has_frozen and has_gradient == output.requires_grad:
             return text
-        flags = [x.requires_grad for x in (*call.parameters.values(), *inputs)]
+        flags = [x.requires_grad for x in (*facts.parameters.values(), *inputs)]
         return f"{text} with gradients {''.join('01'[x] for x in (*flags, has_gradient))}"
 
 

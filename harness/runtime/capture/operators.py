@@ -250,14 +250,14 @@ def describe_node(
 ) -> tuple[str, Attributes]:
     """Kind and attributes of a node that computes a tensor."""
     module = modules[str(node.target)] if node.op == "call_module" else None
-    described = _of_function(node, n_tensors) if module is None else _of_module(module)
+    described = _describe_function(node, n_tensors) if module is None else _describe_module(module)
     kind, attributes = described
     if kind == "batch_norm" and is_frozen_norm(node, module):
         attributes["statistics"] = "frozen"
     return kind, attributes
 
 
-def _of_module(module: nn.Module) -> tuple[str, Attributes]:
+def _describe_module(module: nn.Module) -> tuple[str, Attributes]:
     if isinstance(module, AutocastModule):
         function = type(module.module).__name__
         return "other", {"function": function, "autocast": str(module.region)}
@@ -268,7 +268,7 @@ def _of_module(module: nn.Module) -> tuple[str, Attributes]:
     return "other", {"function": type(module).__name__}
 
 
-def _of_function(node: fx.Node, n_tensors: int) -> tuple[str, Attributes]:
+def _describe_function(node: fx.Node, n_tensors: int) -> tuple[str, Attributes]:
     if node.op == "get_attr":
         return "other", {"function": "parameter"}
     if node.target is operator.getitem:
