@@ -141,9 +141,9 @@ def test_equal_tables_give_equal_images_wherever_objects_lie_in_memory():
     """The solver of the layout adds up in the order of addresses; several parts show it."""
     figure = load_figure("timeline")
     table = figure.table(read_catalog(find_runs(SAMPLES)[0]))
-    table = table.groupby(["label", "side", "rank"]).head(3)  # all parts, and few spans of each
+    table = table.groupby(["label", "side", "rank"]).head(1)  # all parts, and a span of each
     kept, images = [], set()
-    for n in range(8):
+    for n in range(4):
         kept.append([object() for _ in range(1000 * n)])
         images.update(image_bytes(figure, table, "svg"))
     assert len(images) == 1

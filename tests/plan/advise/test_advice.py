@@ -501,7 +501,8 @@ def test_the_command_has_the_machine_and_the_memory_of_the_advice(results, print
     (results / "cluster.json").write_bytes(turned.to_json())
     said = printed("advise", results, "--batch-size 16 --strategies single").out
     assert "train it (add the model's size flags, if any): mpirun -np 1 --host ecetesla0:1 " in said
-    said = printed("advise", results, "--batch-size 16 --strategies searched --memory 900MB").out
+    flags = "--batch-size 16 --strategies searched --search-seconds 1 --memory 900MB"
+    said = printed("advise", results, flags).out
     assert said.endswith(" --strategy searched --memory 900MB\n")
 
 

@@ -170,7 +170,7 @@ def test_a_row_that_contradicts_its_model_is_not_judged(
 def test_a_prediction_of_the_source_may_be_in_milliseconds(tmp_path, validated):
     (tmp_path / "known_cost").symlink_to(DATA / "amp/known_cost")
     trials = tmp_path / "trials.csv"
-    sample_of(DATA / "amp/trials.csv", trials, "homogeneous,1,8", "homogeneous,4,4,1")
+    sample_of(DATA / "amp/trials.csv", trials, "homogeneous,1,8,2", "homogeneous,4,4,1,1")
     theirs = validated(tmp_path)["source_median_error"]
     head, *rows = trials.read_text().splitlines()
     scaled = []

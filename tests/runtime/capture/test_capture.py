@@ -1,6 +1,8 @@
 """Graphs say what the models are: parameters, FLOPs, branches, shapes."""
 
 import re
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +29,11 @@ def meta_task(name):
         return build_task(name, fit_options(name, OPTIONS))
 
 
+@cache
+def graph_of(name, has_frozen_norms=False):
+    return capture_model(name, 4, replace(OPTIONS, has_frozen_norms=has_frozen_norms))
+
+
 def whole_flops(task, batch):
     """Forward plus backward of the whole model, counted at once."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -42,7 +49,7 @@ DEEP = {"resnet50", "resnet101", "resnet152", "densenet121"}
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - DEEP))
 def test_flops_and_parameters_are_the_models_own(name):
     task = meta_task(name)
-    graph = capture_model(name, 4, OPTIONS)
+    graph = graph_of(name)
     flops = sum(o.forward_flops + o.backward_flops for o in graph.operators)
     assert flops == whole_flops(task, 4)
     assert graph.parameter_bytes == 4 * sum(p.numel() for p in task.model.parameters())
@@ -51,10 +58,7 @@ def test_flops_and_parameters_are_the_models_own(name):
 
 
 def test_frozen_statistics_are_told_apart():
-    by_batch, frozen = (
-        capture_model("resnet18", 4, ModelOptions(has_frozen_norms=is_frozen)).operators
-        for is_frozen in (False, True)
-    )
+    by_batch, frozen = (graph_of("resnet18", is_frozen).operators for is_frozen in (False, True))
     changed = {a.kind for a, b in zip(by_batch, frozen, strict=True) if a != b}
     assert changed == {"batch_norm"}
     norms = [operator for operator in frozen if operator.kind == "batch_norm"]
@@ -75,7 +79,7 @@ def test_frozen_statistics_of_a_function_are_told_too(is_training):
 
 
 def test_a_residual_block_keeps_its_branches():
-    graph = capture_model("resnet18", 2)
+    graph = graph_of("resnet18")
     add = next(o for o in graph.operators if o.kind == "add")
     assert len(set(add.inputs)) == 2
     pool = next(o for o in graph.operators if o.name == "maxpool")
@@ -84,7 +88,7 @@ def test_a_residual_block_keeps_its_branches():
 
 
 def test_attention_is_one_operator_that_reads_its_input_three_times():
-    graph = capture_model("vit_b_16", 2)
+    graph = graph_of("vit_b_16")
     attention = next(o for o in graph.operators if o.kind == "attention")
     assert attention.attrs["n_heads"] == 12
     assert len(attention.inputs) == 3

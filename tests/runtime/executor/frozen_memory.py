@@ -69,12 +69,12 @@ def peaks_as_layers_freeze(
     frozen: Mapping[str, Sequence[int]], world: World
 ) -> dict[str, list[PeakBytes]]:
     """Train by named strategies, each with these numbers of frozen layers."""
-    return {name: _peaks(name, numbers, world) for name, numbers in frozen.items()}
+    graph = capture(make_task(), BATCH, "blocks").graph
+    return {name: _peaks(name, numbers, graph, world) for name, numbers in frozen.items()}
 
 
-def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
+def _peaks(name: str, frozen: Sequence[int], graph: Graph, world: World) -> list[PeakBytes]:
     task = make_task()
-    graph = capture(task, BATCH, "blocks").graph
     strategy = strategy_of(name, graph)
     options = EngineOptions(dtype="fp32", optimizer=OptimizerOptions(name="adamw"), batch=BATCH)
     plan = ExecutorPlan(strategy=strategy, timeout_s=TIMEOUT_S)

@@ -45,8 +45,8 @@ def captured(n_steps):
 
 
 def test_a_long_loop_is_one_operator_that_is_cut_by_samples(monkeypatch):
-    monkeypatch.setattr(kept_calls, "LONGEST", 80)
-    found = captured(n_steps=20)
+    monkeypatch.setattr(kept_calls, "LONGEST", 40)
+    found = captured(n_steps=10)
     whole = [k for k, n in found.nodes.items() if isinstance(n.target, WholeModule)]
     operators = [op for op in found.graph.operators if op.name in whole]
     assert len(operators) == 3
@@ -58,7 +58,7 @@ def test_a_long_loop_is_one_operator_that_is_cut_by_samples(monkeypatch):
 
 
 def test_a_short_loop_is_unrolled():
-    assert not any(isinstance(n.target, WholeModule) for n in captured(n_steps=4).nodes.values())
+    assert not any(isinstance(n.target, WholeModule) for n in captured(n_steps=2).nodes.values())
 
 
 def test_what_follows_the_values_of_a_forward_does_not_make_it_a_loop(monkeypatch):

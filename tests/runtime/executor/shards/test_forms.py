@@ -113,7 +113,7 @@ def test_a_table_that_is_tied_to_the_output_is_cut_by_its_rows():
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "dlrm"])
 def test_what_searches_cut_is_not_computed_whole(name):
-    sizes = TextOptions(sequence_length=16, vocabulary_size=120, n_layers=2, width=64, n_heads=4)
+    sizes = TextOptions(sequence_length=16, vocabulary_size=120, n_layers=1, width=64, n_heads=4)
     asked = ModelOptions(dropout=0.0, text=sizes) if name != "dlrm" else ModelOptions()
     task = build_task(name, fit_options(name, asked), seed=1)
     captured, meta = described(task, 8)
