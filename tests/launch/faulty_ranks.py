@@ -106,14 +106,12 @@ def body(config, context):
 def main():
     results, *words = sys.argv[1:]
     faults = [word for word in words if not word.startswith("--")]
-    is_isolated = "--over-mpi" not in words
-    if is_isolated:
-        start_fork_server(["torch", "harness.run"])
+    start_fork_server(["torch", "harness.run"])
     meeting = meet(read_launch(os.environ), os.environ, heartbeat_timeout_s=6.0)
     if "--late-rank-0" in words and meeting.world.is_first:
         begin_late(meeting.channel)
     options = RunOptions(results=Path(results), run_timeout_s=10.0, resume="--resume" in words)
-    workload = workload_of(Config, body, is_isolated=is_isolated)
+    workload = workload_of(Config, body, is_isolated="--over-mpi" not in words)
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     try:
         headers = Launcher(meeting, options, sys.argv).run_cases(cases)

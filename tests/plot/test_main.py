@@ -127,7 +127,7 @@ def test_report_begins_with_an_answer_its_table_and_warnings(plots):
 
 
 def test_equal_results_give_an_equal_report(comparison, plots, tmp_path):
-    names = ("throughput", "scaling", "link_heatmap")
+    names = ("throughput", "link_heatmap")
     assert plot(comparison, "--output", tmp_path / "once", "--only", *names) == 0
     assert plot(comparison, "--output", tmp_path / "again", "--only", *names) == 0
     for path in (tmp_path / "once").iterdir():
