@@ -59,7 +59,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what the collection has imported out of garbage collections."""
+    """Leave what the collection has imported out of garbage collections, and out of the search for
+    caches by captures; what workers import for their first capture, too."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch._dynamo
+        import torch.export
     gc.freeze()
     gc.enable()
 
