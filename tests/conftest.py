@@ -60,10 +60,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Leave what the collection has imported out of garbage collections, and out of the search for
-    caches by captures; what workers import for their first capture, too."""
+    caches by captures; in workers also what torch imports when it first exports."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        import torch._dynamo
-        import torch.export
+        import torch
+
+        torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
     gc.freeze()
     gc.enable()
 
