@@ -39,7 +39,7 @@ from harness.plan.formats.detect import convert, read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream import PipeDreamPlan, parse_graph_txt
-from harness.plan.importing.tables import read_collectives
+from harness.plan.importing.curves import read_collectives
 from harness.plan.importing.times import read_layer_times, read_operators
 from harness.plan.layouts.degrees import parse_layout
 from harness.plan.show import show_file

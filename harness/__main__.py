@@ -58,7 +58,6 @@ _log = logging.getLogger("harness")
 _NVIDIA = Path("/dev/nvidiactl")
 # Signals within this time of each other count as one.
 _ONE_SIGNAL_S = 1.0
-
 # Imported when first used, which would cost each run seconds.
 _LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
 
@@ -152,10 +151,6 @@ def _preloaded(cases: list[Any]) -> list[str]:
     return modules + sorted({module for model in models for module in preloads_of(model)})
 
 
-def _has_children(cases: list[Any]) -> bool:
-    return any(case.workload.is_isolated for case in cases)
-
-
 def _work(
     parsed: Sequence[Parsed],
     cases: list[Any],
@@ -182,7 +177,7 @@ def _work(
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
-    if _has_children(cases):
+    if any(case.workload.is_isolated for case in cases):
         wait_for_fork_server()
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
     if not name:  # all ranks must choose the same model, so it depends on the devices of all
@@ -249,7 +244,7 @@ def _read(argv: list[str], launch: Launch) -> tuple[list[Parsed], list[Any]]:
     if not options.dry_run:
         import harness.launch  # noqa: F401 (before the fork, because children need its modules)
 
-        if _has_children(cases):
+        if any(case.workload.is_isolated for case in cases):
             start_fork_server(_preloaded(cases))
     return parsed, cases
 

@@ -15,7 +15,7 @@ from harness.measure.store import write_atomically
 from harness.plan.cli import cluster_from
 from harness.plan.estimates import optimizer_times
 from harness.plan.flags import add_cluster, flag_of
-from harness.plan.importing.tables import bandwidth_of, read_collectives, with_medians
+from harness.plan.importing.curves import bandwidth_of, read_collectives, with_medians
 from harness.plan.importing.times import (
     TAKEN_OFF,
     LayerTime,

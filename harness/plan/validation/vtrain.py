@@ -17,7 +17,8 @@ import msgspec
 from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
-from harness.plan.importing.tables import Row, bandwidth_of, read_curve, read_tables, thinned
+from harness.plan.importing.curves import bandwidth_of, read_curve, thinned
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.network import Network

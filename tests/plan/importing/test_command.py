@@ -10,7 +10,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import OptimizerTime, Profile
 from harness.errors import DataError
-from harness.plan.importing.tables import bandwidth_of, read_collectives
+from harness.plan.importing.curves import bandwidth_of, read_collectives
 
 TIMES = """\
 layer,tp,microbatch,forward_s,backward_s,parameter_bytes,output_bytes
