@@ -141,9 +141,11 @@ def order_tasks(
         if rank == NONE:
             continue
         memory = 0.0
-        arriving, at = _exchanges(flow, row_at[:, device], rank, received, positions)
+        own_rows = row_at[:, device]
+        arriving, at = _exchanges(flow, own_rows, rank, received, positions)
         exchange = posted = 0
-        sent_bytes, sent_to = np.empty(len(following)), np.empty((2, len(following)), np.int64)
+        n_most = n_microbatches * (own_rows != NONE).sum()
+        sent_bytes, sent_to = np.empty(n_most), np.empty((2, n_most), np.int64)
         n_sent = n_freed = 0
         for a in range(flow.action_ptr[rank], flow.action_ptr[rank + 1]):
             kind, microbatch, stage = flow.actions[a, 0], flow.actions[a, 1], flow.actions[a, 2]
