@@ -35,7 +35,7 @@ _LINEAR = {
     "getitem", "clone", "contiguous", "to", "type", "type_as", "float", "double", "nan_to_num",
 }  # fmt: skip
 _TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
-_N_CHECKED = 3  # samples
+_N_CHECKED = 4  # samples
 
 
 def flaw_of(own: OwnLoss) -> str:
@@ -100,8 +100,10 @@ def _flaw(own: OwnLoss, special: Mapping[int, float], *, is_legal: bool = False)
             whole = own.sum(outputs, targets)
             parts = torch.stack([own.sum(*pair) for pair in pairs]).sum()
         except Exception as error:
-            reason = first_line(error)
-            flaw = f"its loss takes the example's number of samples only ({reason})"
+            flaw = (
+                f"its loss of {_N_CHECKED} samples, or of each by itself, cannot be computed "
+                f"({first_line(error)})"
+            )
             continue
         if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
             return ""

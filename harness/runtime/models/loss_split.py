@@ -22,6 +22,8 @@ from harness.runtime.models.loss_parts import flaw_of, labels_left_out
 from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
+_OTHER_COUNT = object()  # stands for a number of a call that is no multiple of that of samples
+
 
 class CallRecorder(TorchFunctionMode):
     """Records the calls in its block."""
@@ -107,8 +109,12 @@ def split_loss(
     labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
     if found.unknown or not read:
         return "its loss reads values that it does not return"
-    slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
     originals = [calls[k] for k in sorted(found.calls)]
+    if any(x is _OTHER_COUNT for x in pytree.tree_leaves([call[1:3] for call in originals])):
+        return (
+            "its loss reads a number that depends on the number of samples, but not in proportion"
+        )
+    slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
     own_calls = [_with_slots(call, slots) for call in originals]
     # A cross entropy beside other terms is a mean over samples, as they are.
     flaws = []
@@ -191,12 +197,13 @@ def _is_in_place(call: Call) -> bool:
 def _with_counts(
     calls: Sequence[Call], n_samples: int, again: Sequence[Call], n_again: int
 ) -> list[Call]:
-    """Replace integers of calls that grow with the samples, as those of a second run show."""
+    """Replace numbers of calls that change with the samples, as those of a second run show."""
 
     def count_of(one: Any, other: Any) -> Any:
-        is_open = type(one) is type(other) is int and one != other
-        is_multiple = is_open and one % n_samples == 0 and one * n_again == other * n_samples
-        return SampleCount(one // n_samples) if is_multiple else one
+        if type(one) is not type(other) or not isinstance(one, int | float) or one == other:
+            return one
+        is_multiple = one % n_samples == 0 and one * n_again == other * n_samples
+        return SampleCount(int(one) // n_samples) if is_multiple else _OTHER_COUNT
 
     if [call.function for call in calls] != [call.function for call in again]:
         return list(calls)

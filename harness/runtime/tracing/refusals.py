@@ -106,6 +106,11 @@ _CONSTRUCTS = (
         "forward takes more tensors than it is fed",
         "give the others a default",
     ),
+    (
+        r"aten\.equal\b(?!.*\bfold_constants\b)",  # which asks so itself
+        "forward asks whether two tensors are equal, as torch.cov and torch.corrcoef do themselves",
+        "use torch.where, and for a covariance a product of centred values",
+    ),
 )
 
 

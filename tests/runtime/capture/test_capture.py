@@ -244,6 +244,10 @@ def of_lengths(net, x):
         (lambda net, x: sum(x[i] for i in range(x.shape[0])), "forward takes a size of a tensor"),
         (lambda net, x: torch.from_numpy(x.detach().numpy()), "forward computes by numpy"),
         (lambda net, x: x * x.max().item(), "forward reads the value of a tensor"),
+        (
+            lambda net, x: x @ torch.cov(x.T),
+            "forward asks whether two tensors are equal, as torch.cov",
+        ),
         (lambda net, x: x + torch.unique(x).sum(), "the shape of a tensor depends on values"),
         (lambda net, x: x.reshape(7, -1), "RuntimeError: shape .* is invalid"),
         (lambda net, x: {"a": x}["b"], "KeyError: 'b'"),

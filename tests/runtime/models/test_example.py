@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import replace
 from functools import lru_cache
@@ -211,6 +212,11 @@ LOSSES = {
     ),
     "flooded": lambda last, x, y, soft, labels: (
         (F.cross_entropy(y, labels) - 0.1).abs() + 0.1 + y.square().mean()
+    ),
+    "counted": lambda last, x, y, soft, labels: F.mse_loss(y.sum(1), labels) * (len(y) + 1),
+    "scaled": lambda last, x, y, soft, labels: F.mse_loss(y.sum(1), labels) * math.log(1 + len(y)),
+    "triplet": lambda last, x, y, soft, labels: F.triplet_margin_loss(
+        y, y.roll(1, 0), y.roll(2, 0)
     ),
     "squared": lambda last, x, y, soft, labels: F.cross_entropy(y, labels).square(),
 }
@@ -480,6 +486,9 @@ def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
         ("missing", torch.rand(2, 6)),
         ("flooded", torch.tensor([2, 5])),
         ("void", torch.tensor([2, 255])),
+        ("counted", torch.rand(2)),
+        ("scaled", torch.rand(2)),
+        ("triplet", torch.rand(2)),
     ],
 )
 def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, labels):
@@ -624,7 +633,7 @@ def test_the_loss_of_a_transformers_model_is_its_own(name):
 def test_too_large_outputs_keep_all_but_torchs_losses_on_whole_batches(
     form, labels, kind, monkeypatch
 ):
-    monkeypatch.setattr(loss_parts, "_LARGEST_CHECKED", 17)  # of three samples of six logits
+    monkeypatch.setattr(loss_parts, "_LARGEST_CHECKED", 23)  # of four samples of six logits
     assert isinstance(scored(form, labels), kind)
 
 
