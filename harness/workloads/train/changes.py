@@ -82,6 +82,7 @@ class StrategyChanges:
         self._next: Due | None = None
         self._waiting: dict[int, Due] = {}  # by policy
         self._n_begun = 0
+        self._blocked_s = 0.0  # seconds standing still while the next engine is built
 
     def _start(self, planned: Planned) -> Planned:
         """The plan with which training began, on all ranks."""
@@ -168,8 +169,10 @@ class StrategyChanges:
             return _Built(engine, build_s, self._predict_steps(strategy, n_frozen, start.n_skipped))
 
         self._building = self._pool.submit(build)
+        start_s = time.perf_counter()
         if self._context.world.backend == "nccl":  # a new group blocks the device
             self._building.exception()
+        self._blocked_s = time.perf_counter() - start_s
 
     def _is_ready(self, step: int) -> bool:
         """Whether the next change is due; without a step: once all ranks have built its engine, or
@@ -196,16 +199,18 @@ class StrategyChanges:
         """
         world, recorder, building = self._context.world, self._context.recorder, self._building
         assert building is not None
+        start, start_s = recorder.clock.mark(), time.perf_counter()
         raise_on_all_ranks(building.result, world)
         engine, build_s, steps_s = building.result()
         predicted, before = elastic.predict_bytes(engine), self._name()
-        start, start_s = recorder.clock.mark(), time.perf_counter()
+        waited_s = self._blocked_s + time.perf_counter() - start_s
         recorder.step = None
         sample: _Sample = partial(recorder.sample, step=step, change=self._n_begun)
         self._n_begun += 1  # also if it fails
         training, moved, cached = self._switch(engine, due, step, training, sample)
         after = self._name()
-        still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
+        still_s = self._blocked_s + time.perf_counter() - start_s
+        still_s, build_s, waited_s = maximum_over_ranks([still_s, build_s, waited_s], world)
         recorder.step = None
         recorder.add_marks("change", start, recorder.clock.mark(), name=f"{before} to {after}")
         if world.is_first:
@@ -216,7 +221,7 @@ class StrategyChanges:
             path = self._context.run_dir / f"strategy-{step}.json"
             write_atomically(path, self._current.planned.strategy.to_json())
             transfer_s = self._record_transfer(sample, moved, predicted, cached)
-            self._current.still_s = max(0.0, still_s - transfer_s)
+            self._current.still_s = max(0.0, still_s - waited_s - transfer_s)
         moved_text = format_bytes(sum(moved.values()))
         if cached:
             moved_text += f" of state and {format_bytes(sum(cached.values()))} of cached outputs"

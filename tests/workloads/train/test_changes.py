@@ -27,7 +27,7 @@ from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.next_plan import estimate_cached_bytes, estimate_moved_bytes
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.policy import Due
+from harness.workloads.train.policy import Current, Due
 from harness.workloads.train.requests import (
     REQUEST_FILE,
     UNREADABLE,
@@ -404,3 +404,51 @@ def test_an_error_of_one_rank_ends_the_run(monkeypatch, is_after):
     monkeypatch.setattr(changes, "_change", change)
     with pytest.raises(HarnessError, match="full"):
         changes.before_step(3, SimpleNamespace(elastic=elastic))
+
+
+@pytest.mark.parametrize(("backend", "still_s"), [("gloo", 3), ("nccl", 5)])
+def test_waiting_for_the_next_engine_counts_as_standing_still(
+    tmp_path, monkeypatch, backend, still_s
+):
+    now_s, samples = [0.0], {}
+
+    class Building:
+        def exception(self):  # under NCCL training waits as soon as the build begins
+            now_s[0] += 4
+
+        def result(self):
+            now_s[0] += 2 if backend == "gloo" else 0
+            return SimpleNamespace(), 4.0, {}
+
+    def switch(*_):
+        now_s[0] += 1
+        return None, {}, {}
+
+    clock = SimpleNamespace(mark=lambda: now_s[0])
+    recorder = SimpleNamespace(
+        clock=clock, add_marks=lambda *marks, name: samples.update(span=marks),
+        sample=lambda metric, value, **_: samples.update({metric: value}),
+    )  # fmt: skip
+    changes = object.__new__(StrategyChanges)
+    strategy = SimpleNamespace(name="ddp", to_json=lambda: b"")
+    changes._current = Current(planned=SimpleNamespace(strategy=strategy))
+    world = SimpleNamespace(backend=backend, is_first=True)
+    changes._context = SimpleNamespace(world=world, recorder=recorder, run_dir=tmp_path)
+    changes._cache, changes._n_begun = None, 0
+    changes._pool = SimpleNamespace(submit=lambda _: Building())
+    module = "harness.workloads.train.changes."
+    monkeypatch.setattr(module + "time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(module + "raise_on_all_ranks", lambda call, _: None)
+    monkeypatch.setattr(module + "maximum_over_ranks", lambda values, _: values)
+    monkeypatch.setattr(changes, "_take_first", lambda _: Due(why=""))
+    monkeypatch.setattr(changes, "_switch", switch)
+    monkeypatch.setattr(changes, "_record_transfer", lambda *_: 0.25)
+
+    elastic = SimpleNamespace(predict_bytes=lambda _: {})
+    changes._begin_next(2, elastic)
+    now_s[0] += 10  # of steps
+    changes._change(changes._next, 3, SimpleNamespace(), elastic)
+
+    assert samples["change_s"] == still_s
+    assert changes._current.still_s == 0.75  # without the wait, which a search's change avoids
+    assert samples["span"][:3] == ("change", now_s[0] - 3 + 2 * (backend == "nccl"), now_s[0])
