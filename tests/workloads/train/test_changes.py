@@ -1,5 +1,6 @@
 """A training run changes its strategy by --change or by a controller's request."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -176,10 +177,9 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
     ],
 )  # fmt: skip
 def test_a_frozen_model_is_planned_again(trained, name, changes):
-    found = [
-        after.replace(", convolutions on one device each, MLPs on one device each", "")
-        for _, after in strategies_after(trained, name)
-    ]
+    # Measured times decide how a pipeline of this small model is named beside its stages.
+    by_chance = r", (\d+ microbatches \(\w+\)|(convolutions|MLPs) on one device each)"
+    found = [re.sub(by_chance, "", after) for _, after in strategies_after(trained, name)]
     assert found == changes
     wanted = trained[0]["frozen pipeline"]["losses"]
     assert trained[0][name]["losses"] == pytest.approx(wanted, abs=1e-5)
