@@ -27,8 +27,8 @@ from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.models.closures import copy_closures
 from harness.runtime.models.example import BoundInputs, Example
-from harness.runtime.models.loss_split import CallRecorder, SplitLoss, loss_name, split_loss
-from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
+from harness.runtime.models.loss_split import CallRecorder, Run, SplitLoss, loss_name, split_loss
+from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.failures import users_line
@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 # Arguments of factories whose values neither flags, data nor the factory say.
 _USUAL = {"n_classes": 1000, "n_channels": 3, "image_size": 224}
 _N_SAMPLES = 2
+_N_COPIES = (
+    8  # of the example's samples, in a run that may show a loss that branches on their number
+)
 _N_TOKENS = 128
 _TOKENS = "input_ids"
 # Names of the largest number of tokens in configurations.
@@ -50,7 +53,7 @@ _LONGEST = (
 _EXPERTS = "batched_mm"
 _REMEDY = "give a pair (model, example), with example a dict of forward's arguments"
 _REMEDY_OF_EXAMPLE = "call the model with the example where it is made, and mend what fails there"
-_REMEDY_OF_MORE = "the model takes the example, which has a sample less: let it take any number"
+_REMEDY_OF_MORE = "the model takes the example, which has fewer samples: let it take any number"
 
 
 def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bool) -> Task:
@@ -71,15 +74,17 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     _prepare(name, model)
     tensors = given.tensors
     bound = model if given.fits(model) else BoundInputs(model, given)
-    output, inputs, calls = _run_once(name, bound, tensors, remedy)
-    specs = _with_rows(name, given.specs, inputs, calls)
+    run = _run_once(name, bound, tensors, remedy)
+    output = run.output
+    specs = _with_rows(name, given.specs, run)
 
-    def recall() -> tuple[list[Call], int]:
-        more = [torch.cat([x, x[:1]]) for x in tensors]
-        return _run_once(name, bound, more, _REMEDY_OF_MORE)[2], len(more[0])
+    def rerun() -> Run:
+        n_copies = 1 if run.given is tensors else _N_COPIES
+        more = [torch.cat([x] * n_copies + [x[:1]]) for x in tensors]
+        return _run_once(name, bound, more, _REMEDY_OF_MORE)
 
     loss = loss_name(output)
-    split = split_loss(output, loss, inputs, specs, calls, recall) if loss else None
+    split = split_loss(loss, run, specs, rerun) if loss else None
     if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
         split = "its forward returns the loss alone"
     if isinstance(split, str):
@@ -114,9 +119,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     )
 
 
-def _with_rows(
-    name: str, specs: Sequence[InputSpec], inputs: Sequence[Tensor], calls: Iterable[Call]
-) -> tuple[InputSpec, ...]:
+def _with_rows(name: str, specs: Sequence[InputSpec], run: Run) -> tuple[InputSpec, ...]:
     """Add how many rows the embeddings of a model have that look up all numbers of an input.
 
     Raises:
@@ -124,11 +127,11 @@ def _with_rows(
     """
     lookups = [
         call.arguments
-        for call in calls
+        for call in run.calls
         if call.function in (functional.embedding, functional.embedding_bag)
     ]
     found = []
-    for spec, x in zip(specs, inputs, strict=True):
+    for spec, x in zip(specs, run.given, strict=True):
         n = min(
             (len(each["weight"]) for each in lookups if _is_view_of_all(each["input"], x)),
             default=None,
@@ -187,11 +190,9 @@ def _prepare(name: str, model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _run_once(
-    name: str, model: nn.Module, tensors: list[Tensor], remedy: str
-) -> tuple[Any, list[Tensor], list[Call]]:
-    """Call a model on fake tensors, or a copy of it on real ones if its control flow reads values;
-    returns its output, the inputs and torch's calls."""
+def _run_once(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -> Run:
+    """Call a model on fake tensors, or a copy of it on real ones if its control flow reads
+    values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         given = [fake(x, mode) for x in tensors]
@@ -209,20 +210,20 @@ def _run_once(
                 raise refusal(name, error) from error
             raise _not_taken(name, tensors, error, remedy) from error
     else:
-        return output, given, recorder.calls
+        return Run(output, given, recorder.calls)
     try:
         copied = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), CallRecorder() as recorder:
             output = copied(*tensors)
     except Exception as error:
         raise _not_taken(name, tensors, error, remedy) from error
-    return output, tensors, recorder.calls
+    return Run(output, tensors, recorder.calls)
 
 
 def _is_alike(split: SplitLoss, model: nn.Module, tensors: list[Tensor]) -> bool:
     """Whether a model runs without labels, and then computes its outputs as it does with them."""
     try:
-        return split.is_made_of(*_run_once("", model, tensors, ""))
+        return split.is_made_of(_run_once("", model, tensors, ""))
     except ModelError:
         return False
 

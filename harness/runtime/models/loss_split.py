@@ -54,13 +54,14 @@ class SplitLoss(NamedTuple):
     also_read: frozenset[int]
     before: tuple[Callable[..., Any], ...]
 
-    def is_made_of(self, output: Any, given: Iterable[Tensor], calls: Sequence[Call]) -> bool:
-        """Whether a run without labels, which returned `output`, computed by the same functions."""
-        named = named_outputs(output)
+    def is_made_of(self, run: Run) -> bool:
+        """Whether a run without labels computed its outputs by the same functions."""
+        named = named_outputs(run.output)
         read = [named.get(name) for name in self.loss.outputs]
         if not all(isinstance(x, Tensor) for x in read):
             return False
-        return self.before == _functions(calls, _Trail(calls).to(read, given))  # type: ignore[arg-type]
+        found = _Trail(run.calls).to(read, run.given)  # type: ignore[arg-type]
+        return self.before == _functions(run.calls, found)
 
 
 def loss_name(output: Any) -> str | None:
@@ -77,13 +78,27 @@ def loss_name(output: Any) -> str | None:
     return found[0] if len(found) == 1 and len(tensors) > 1 else None
 
 
+class Run(NamedTuple):
+    """A run of a model: its output, its inputs and torch's calls."""
+
+    output: Any
+    given: Sequence[Tensor]
+    calls: Sequence[Call]
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.given[0])
+
+    def outputs(self, loss: str) -> dict[str, Tensor]:
+        """The other outputs than the loss that have a row for each sample."""
+        named = named_outputs(self.output)
+        tensors = {key: x for key, x in named.items() if isinstance(x, Tensor)}
+        n, whole = self.n_samples, named[loss]
+        return {k: x for k, x in tensors.items() if x is not whole and x.shape[:1] == (n,)}
+
+
 def split_loss(
-    output: Any,
-    name: str,
-    given: Sequence[Tensor],
-    specs: Sequence[InputSpec],
-    calls: Sequence[Call],
-    recall: Callable[[], tuple[Sequence[Call], int]],
+    name: str, run: Run, specs: Sequence[InputSpec], rerun: Callable[[], Run]
 ) -> SplitLoss | str:
     """Split off the loss of a model that was called on fake tensors.
 
@@ -92,24 +107,30 @@ def split_loss(
 
     Args:
         name: of the loss among the outputs.
-        given: the model's inputs, described by `specs`.
-        calls: torch's, while it ran.
-        recall: runs the model with another number of samples; returns its calls and that number.
+        specs: describe the model's inputs.
+        rerun: runs the model with another number of samples.
     """
-    named = named_outputs(output)
-    loss: Tensor = named[name]
-    n_samples = given[0].shape[:1]
-    again, n_again = recall()
-    calls = _with_counts(calls, n_samples[0], again, n_again)
-    tensors = {key: x for key, x in named.items() if isinstance(x, Tensor) and x is not loss}
-    outputs = {key: x for key, x in tensors.items() if x.shape[:1] == n_samples}
-    trail = _Trail(calls)
+    again = rerun()
+    common = run.outputs(name).keys() & again.outputs(name).keys()
+    outputs = {key: x for key, x in run.outputs(name).items() if key in common}
+    given, trail = run.given, _Trail(run.calls)
+    loss: Tensor = named_outputs(run.output)[name]
     found = trail.to([loss], (*outputs.values(), *given))
     read = {key: x for key, x in outputs.items() if id(x) in found.ends}
     labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
     if found.unknown or not read:
         return "its loss reads values that it does not return"
-    originals = [calls[k] for k in sorted(found.calls)]
+    others = [again.outputs(name)[key] for key in outputs]
+    retrail = _Trail(again.calls)
+    refound = retrail.to([named_outputs(again.output)[name]], (*others, *again.given))
+    if _functions(run.calls, found) != _functions(again.calls, refound):
+        return (
+            f"its loss of {run.n_samples} samples is computed by other functions than that of "
+            f"{again.n_samples}"
+        )
+    pairs = zip(sorted(found.calls), sorted(refound.calls), strict=True)
+    sizes = run.n_samples, again.n_samples
+    originals = [_with_counts(run.calls[k], again.calls[j], *sizes) for k, j in pairs]
     if any(x is _OTHER_COUNT for x in pytree.tree_leaves([call[1:3] for call in originals])):
         return (
             "its loss reads a number that depends on the number of samples, but not in proportion"
@@ -134,7 +155,7 @@ def split_loss(
     before = trail.to(read.values(), given)
     also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
     own = replace(own, left_out=labels_left_out(own))
-    return SplitLoss(own, labels, also_read, _functions(calls, before))
+    return SplitLoss(own, labels, also_read, _functions(run.calls, before))
 
 
 class _Found(NamedTuple):
@@ -194,29 +215,22 @@ def _is_in_place(call: Call) -> bool:
     return is_changing and bool(tensors_within(call.args))
 
 
-def _with_counts(
-    calls: Sequence[Call], n_samples: int, again: Sequence[Call], n_again: int
-) -> list[Call]:
-    """Replace numbers of calls that change with the samples, as those of a second run show."""
+def _with_counts(call: Call, other: Call, n_samples: int, n_others: int) -> Call:
+    """Replace numbers of a call that change with the samples, as the same call of another number of
+    samples shows."""
 
-    def count_of(one: Any, other: Any) -> Any:
-        if type(one) is not type(other) or not isinstance(one, int | float) or one == other:
+    def count_of(one: Any, more: Any) -> Any:
+        if type(one) is not type(more) or not isinstance(one, int | float) or one == more:
             return one
-        is_multiple = one % n_samples == 0 and one * n_again == other * n_samples
+        is_multiple = one % n_samples == 0 and one * n_others == more * n_samples
         return SampleCount(int(one) // n_samples) if is_multiple else _OTHER_COUNT
 
-    if [call.function for call in calls] != [call.function for call in again]:
-        return list(calls)
-    found = []
-    for call, other in zip(calls, again, strict=True):
-        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
-        others = pytree.tree_leaves((other.args, other.kwargs))
-        if len(leaves) == len(others):
-            opened = map(count_of, leaves, others)
-            args, kwargs = pytree.tree_unflatten(list(opened), structure)
-            call = call._replace(args=args, kwargs=kwargs)
-        found.append(call)
-    return found
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    others, other_structure = pytree.tree_flatten((other.args, other.kwargs))
+    if structure != other_structure:
+        return call
+    counted = pytree.tree_unflatten(list(map(count_of, leaves, others)), structure)
+    return call._replace(args=counted[0], kwargs=counted[1])
 
 
 def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:

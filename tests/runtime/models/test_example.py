@@ -138,9 +138,7 @@ class OfTwo(nn.Linear):
 
 
 def test_a_loss_that_takes_the_examples_number_of_samples_alone_is_refused():
-    with pytest.raises(
-        ModelError, match=r"3x4 .*: the model takes the example, which has a sample"
-    ):
+    with pytest.raises(ModelError, match=r"17x4 .*: the model takes the example, which has fewer"):
         task_of("m:f", (OfTwo(4, 6), torch.rand(2, 4)), OPTIONS)
 
 
@@ -217,6 +215,12 @@ LOSSES = {
     "scaled": lambda last, x, y, soft, labels: F.mse_loss(y.sum(1), labels) * math.log(1 + len(y)),
     "triplet": lambda last, x, y, soft, labels: F.triplet_margin_loss(
         y, y.roll(1, 0), y.roll(2, 0)
+    ),
+    "branch": lambda last, x, y, soft, labels: (
+        F.mse_loss(y.sum(1), labels) if len(y) < 16 else F.l1_loss(y.sum(1), labels)
+    ),
+    "threshold": lambda last, x, y, soft, labels: (
+        F.mse_loss(y.sum(1), labels) * (2 if len(y) > 3 else 1)
     ),
     "squared": lambda last, x, y, soft, labels: F.cross_entropy(y, labels).square(),
 }
@@ -488,6 +492,8 @@ def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
         ("void", torch.tensor([2, 255])),
         ("counted", torch.rand(2)),
         ("scaled", torch.rand(2)),
+        ("branch", torch.rand(2)),
+        ("threshold", torch.rand(2)),
         ("triplet", torch.rand(2)),
     ],
 )
