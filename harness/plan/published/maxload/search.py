@@ -72,10 +72,8 @@ def _least_loads_s(problem: LoadProblem, operators: list[int]) -> list[float]:
         edges.append((entry, leave, _flow(value.seconds, total_s)))
         for i in value.operators:
             edges += [(i, entry, _LARGEST), (leave, i, _LARGEST)]
-    sources, targets, flows = zip(*edges, strict=True)
-    network = csr_array(
-        (np.array(flows, dtype=np.int32), (sources, targets)), shape=(sink + 1, sink + 1)
-    )
+    sources, targets, flows = np.array(edges, dtype=np.int32).T
+    network = csr_array((flows, (sources, targets)), shape=(sink + 1, sink + 1))
     return [float(maximum_flow(network, i, sink).flow_value) / _WHOLE * total_s for i in operators]
 
 
