@@ -58,6 +58,15 @@ def samples_needed(batch: float, noise_scale: float) -> float:
     return 1 + batch / noise_scale if noise_scale else math.inf
 
 
+def needed_words(batch: float, noise: NoiseScale) -> str:
+    """`samples_needed` in words: a bound where only one of the scale is known."""
+    if math.isinf(noise.n_samples):
+        return f"below {samples_needed(batch, noise.low):.2f}"
+    if noise.n_samples == 0 < noise.high:
+        return f"above {samples_needed(batch, noise.high):.2f}"
+    return f"{samples_needed(batch, noise.n_samples):.2f}"
+
+
 def noise_scale(records: Iterable[Record]) -> NoiseScale | None:
     """The noise scale by rank 0's records; None without gradients of two numbers of samples.
 

@@ -40,7 +40,8 @@ class StrategyRow:
         interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
         exposed_share: share of exposed communication in the mean step of the repeats.
-        sent_bytes: bytes that the busiest rank sends in a step, median over repeats.
+        sent_bytes: bytes that the busiest interface, which ranks of a host share, sends in a step;
+            median over repeats.
         plan: what was searched, in words; empty for other strategies.
         is_of_baseline: it trains the baseline's plan, so that an inconclusive verdict says nothing.
         against: the baseline of `speedup` and `verdict`; empty for the baseline itself.
@@ -293,8 +294,8 @@ class _Finding:
         if not baseline_s or not step_s or not share or step_s * (1 - share) >= baseline_s:
             return ""
         n_bytes = row.sent_bytes
-        carried = f", in which its links carry {format_bytes(n_bytes)} per rank" if n_bytes else ""
-        return f": exposed communication is {share:.0%} of its step{carried}"
+        sent = f", in which the busiest interface sends {format_bytes(n_bytes)}" if n_bytes else ""
+        return f": exposed communication is {share:.0%} of its step{sent}"
 
     def equals(self) -> list[str]:
         """Searches that chose the baseline."""

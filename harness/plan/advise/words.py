@@ -7,6 +7,7 @@ from typing import Any
 from harness.domain.cluster import ANY_KIND
 from harness.domain.hostfile import numbered_runs
 from harness.inputs import one_line
+from harness.measure.derive.noise import needed_words
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import NEARLY, Advice, LeftOut
 from harness.plan.advise.batches import Batches
@@ -262,7 +263,7 @@ def _choice_table(advice: Advice, batches: Batches) -> list[str]:
             _machines(one.best, advice),
             one_line(one.best.label, _LONGEST_LABEL),
             format_number(one.best.samples_per_s, 3),
-            f"{one.needed:.2f}",
+            needed_words(one.best.batch, batches.noise),
             f"{one.gain:.2f}",
         ]
         for one in batches.choices

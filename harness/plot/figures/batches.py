@@ -1,5 +1,6 @@
 """Time to the same loss by global batch, from measured steps and the gradient noise scale."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -55,7 +56,8 @@ def _row(case: TrainingCase, noise: NoiseScale) -> dict[str, Any]:
         "noise_scale_samples": noise.n_samples,
         "samples_needed": samples_needed(case.batch, noise.n_samples),
         **{
-            name: samples_needed(case.batch, scale) / rate
+            # In proportion to `samples_needed`, also at the ends of a scale: 0 and infinity.
+            name: (1.0 if math.isinf(scale) else scale + case.batch) / rate
             for name, scale in (
                 ("time", noise.n_samples), ("low", noise.low), ("high", noise.high)
             )
@@ -98,7 +100,8 @@ def _draw_problem(
     axes: Axes, name: str, rows: pd.DataFrame, markers: dict[str, tuple[str, str]]
 ) -> None:
     noise = rows["noise_scale_samples"].iloc[0]
-    axes.set_title(f"{name}: noise scale {noise:.3g} samples", fontsize=9)
+    words = "without bounds" if math.isinf(noise) else f"{noise:.3g} samples"
+    axes.set_title(f"{name}: noise scale {words}", fontsize=9)
     for label, points in rows.sort_values("batch").groupby("label", sort=False):
         value = points["relative_time"]
         axes.errorbar(

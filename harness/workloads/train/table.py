@@ -2,7 +2,6 @@
 warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -13,7 +12,7 @@ from harness.domain.run import telling_flags
 from harness.inputs import one_line
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
-from harness.measure.derive.noise import noise_scale, samples_needed
+from harness.measure.derive.noise import needed_words, noise_scale
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.settings import configured_number, told_apart, unlike_one_device
 from harness.measure.derive.spans import samples_of
@@ -151,10 +150,7 @@ def _noise(named: Iterable[tuple[str, Run]]) -> str:
     for name, run in named:
         found, batch = noise_scale(run.ranks.get(0, ())), configured_number(run, "batch")
         if found is not None and batch is not None:
-            is_known = math.isfinite(found.n_samples)
-            least = found.n_samples if is_known else found.low
-            times = f"{'' if is_known else 'below '}{samples_needed(batch, least):.2f}"
-            rows.append([name, str(found), f"{batch:g}", times])
+            rows.append([name, str(found), f"{batch:g}", needed_words(batch, found)])
     heads = ["run", "gradient noise scale, samples", "batch", "samples needed"]
     return columns(heads, rows)
 

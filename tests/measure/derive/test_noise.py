@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.domain.record import Sample
-from harness.measure.derive.noise import noise_scale, samples_needed
+from harness.measure.derive.noise import needed_words, noise_scale, samples_needed
 
 N_PARAMETERS = 50
 SCALE = 40.0  # trace of the covariance / squared norm of the mean gradient
@@ -81,6 +81,7 @@ def test_of_noise_that_is_not_above_0_only_the_most_is_known():
     )
     assert found.n_samples == 0
     assert str(found) == f"below {found.high:.2g}"
+    assert needed_words(32, found) == f"above {1 + 32 / found.high:.2f}"
 
 
 def test_gradients_of_one_number_of_samples_tell_nothing():

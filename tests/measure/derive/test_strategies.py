@@ -161,7 +161,7 @@ def test_a_decided_comparison_names_the_fastest_and_why_another_is_no_gain():
     ddp = row("ddp", 5, 4.0, exposed_share=0.75, sent_bytes=2.0**20)
     assert finding(row("single", 1, 2.0), ddp, row("searched", 5, 1.0)) == (
         "searched is fastest: 2.00 times one device; ddp is no gain (0.50 times): exposed "
-        "communication is 75% of its step, in which its links carry 1 MiB per rank."
+        "communication is 75% of its step, in which the busiest interface sends 1 MiB."
     )
 
 

@@ -48,6 +48,9 @@ def test_a_larger_batch_gains_its_samples_per_second_less_the_samples_that_it_ne
     assert f"gradient noise scale: {noise(1e6)} samples" in advice_lines(advice, batches)
     none = compare_batches(advice, noise(0.0)).choices[-1]  # a step of any batch gains as much
     assert (none.needed, none.gain) == (math.inf, pytest.approx(largest.gain * 8 / 64))
+    unbounded = NoiseScale(n_samples=math.inf, low=64.0, high=math.inf)
+    lines = advice_lines(advice, compare_batches(advice, unbounded))
+    assert any("below 2.00" in line for line in lines)  # not 1.00, which no measurement shows
     few = compare_batches(advice, noise(1e-3))
     assert few.choices[0].gain > few.choices[-1].gain
     assert advice_object(advice, few)["batches"][0]["times_best"] == few.choices[0].gain

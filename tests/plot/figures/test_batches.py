@@ -1,5 +1,7 @@
 """The figure of batches: measured rates and the gradient noise scale."""
 
+import math
+
 import pytest
 from matplotlib.figure import Figure as Canvas
 from measured_runs import add_records, make_cluster, table_of, train_config, write_training
@@ -37,6 +39,30 @@ def test_a_line_has_the_time_to_the_same_loss_of_each_batch(tmp_path):
     load_figure("batches").draw(table, canvas)
     canvas.draw_without_rendering()
     assert "noise scale 64 samples" in canvas.axes[0].get_title()
+
+
+@pytest.mark.parametrize("scale, words", [(0.0, "0 samples"), (math.inf, "without bounds")])
+def test_a_scale_of_none_or_without_bounds_is_drawn(scale, words, tmp_path):
+    for batch, step_s in ((32, 0.1), (64, 0.15)):
+        config, cluster = train_config("ddp", batch), make_cluster(2)
+        run = write_training(tmp_path, f"b{batch}", config, cluster, step_s, 0.0)
+    squares = {4: 1.0, 32: 1.0} if scale == 0 else {4: 8.0, 32: 1.0}
+    add_records(
+        run,
+        [
+            Sample(metric="gradient_square_norm", value=square, labels={"n_distinct": n})
+            for n, square in squares.items()
+        ],
+    )
+    table = table_of("batches", tmp_path)
+    # A step of any batch gains as much, or any sample does.
+    work = table["batch"] if scale == 0 else 1.0
+    times = work / table["throughput_samples_per_s"]
+    assert list(table["relative_time"]) == pytest.approx([*times / min(times)])
+    canvas = Canvas(layout="constrained")
+    load_figure("batches").draw(table, canvas)
+    canvas.draw_without_rendering()
+    assert words in canvas.axes[0].get_title()
 
 
 def test_one_batch_has_nothing_to_compare(tmp_path):
