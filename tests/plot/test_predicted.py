@@ -24,8 +24,10 @@ from measured_runs import (
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Sample
 from harness.measure.derive.prediction import PARTS
+from harness.measure.statistics import summarize
 from harness.measure.store import read_header, write_header
 from harness.plot.__main__ import main
+from harness.plot.catalog import Catalog
 from harness.plot.figures import load_figure
 from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import competing, planned_cases
@@ -175,6 +177,16 @@ def test_bubble_stands_beside_that_of_the_simulation(catalog):
     assert pipeline["bubble"] == pytest.approx(ranks["bubble"].mean())
     # All tasks are equally stretched, so that only the millisecond of data makes a difference.
     assert 0 < pipeline["bubble"] - pipeline["predicted_bubble"] < 0.02
+
+
+def test_dots_of_a_bubble_are_medians_over_repeats_as_its_bar_is(catalog):
+    (run,) = (one for one in catalog.runs if one.path.name == "pipeline-0")
+    shares = (0.1, 0.2, 0.9)
+    repeats = [
+        replace(run, pipeline=replace(run.pipeline, bubble=summarize([s]), bubble_by_rank={0: s}))
+        for s in shares
+    ]
+    assert list(table_of("pipeline_bubble", Catalog(repeats))["bubble"]) == [0.2, 0.2]
 
 
 def test_stage_times_are_stretched_as_the_tasks_are(catalog):

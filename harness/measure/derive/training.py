@@ -51,7 +51,7 @@ class TrainingSummary:
             synchronisation. The second estimate includes it, the first does not.
         last_loss_step: of a run that ended before the losses of its last steps were summed.
         no_sync_exposed_low_s, slowed_compute_low_s: the least that the intervals of the two medians
-            leave; the difference is within noise unless it is above 0.
+            leave; the difference is within noise unless it is above 0. None of a single step.
         validation_loss, accuracy: of the last evaluation on held-out samples, by the parameters;
             the others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
@@ -309,7 +309,8 @@ def _communication(
     if slowest := [*largest_by_step(run, "no_sync_step_s").values()]:
         without = summarize(slowest)
         numbers["no_sync_exposed_s"] = duration.median - without.median
-        numbers["no_sync_exposed_low_s"] = duration.low - without.high
+        if min(duration.n, without.n) > 1:  # a single step has no interval
+            numbers["no_sync_exposed_low_s"] = duration.low - without.high
     by_step = values_by_step(run, "no_sync_compute_s")
     without_s = [
         s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working
@@ -318,7 +319,8 @@ def _communication(
         beside = summarize(np.concatenate([table.compute_s for table in tables]).tolist())
         alone = summarize(without_s)
         numbers["slowed_compute_s"] = beside.median - alone.median
-        numbers["slowed_compute_low_s"] = beside.low - alone.high
+        if min(duration.n, len(by_step)) > 1:
+            numbers["slowed_compute_low_s"] = beside.low - alone.high
     if started := [*largest_by_step(run, "n_synchronisations").values()]:
         numbers["synchronisations_per_s"] = float(np.median(started)) / duration.median
     return numbers

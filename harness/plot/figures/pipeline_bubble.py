@@ -1,11 +1,12 @@
 """How much of a step the ranks of a pipeline idle, measured and predicted."""
 
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
+from harness.measure.statistics import known_median
 from harness.plot.catalog import TrainingCase, merged
 from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import (
@@ -25,10 +26,8 @@ from harness.units import format_count
 
 
 def _predicted(case: TrainingCase) -> float | None:
-    """Mean over the repeats that were predicted."""
-    found = [run.predicted.predicted_bubble for run in case.case.runs if run.predicted]
-    known = [bubble for bubble in found if bubble is not None]
-    return fmean(known) if known else None
+    """Median over the repeats that were predicted."""
+    return known_median(run.predicted.predicted_bubble for run in case.case.runs if run.predicted)
 
 
 def _rows(case: TrainingCase) -> Rows:
@@ -54,7 +53,7 @@ def _rank_rows(known: list[PipelineSummary]) -> Rows:
     by_rank = {
         rank: [s.bubble_by_rank[rank] for s in known if rank in s.bubble_by_rank] for rank in ranks
     }
-    return [{"rank": rank, "bubble": fmean(shares)} for rank, shares in by_rank.items()]
+    return [{"rank": rank, "bubble": median(shares)} for rank, shares in by_rank.items()]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
