@@ -41,7 +41,7 @@ def test_a_line_has_the_time_to_the_same_loss_of_each_batch(tmp_path):
     assert "noise scale 64 samples" in canvas.axes[0].get_title()
 
 
-@pytest.mark.parametrize("scale, words", [(0.0, "0 samples"), (math.inf, "without bounds")])
+@pytest.mark.parametrize(("scale", "words"), [(0.0, "0 samples"), (math.inf, "without bounds")])
 def test_a_scale_of_none_or_without_bounds_is_drawn(scale, words, tmp_path):
     for batch, step_s in ((32, 0.1), (64, 0.15)):
         config, cluster = train_config("ddp", batch), make_cluster(2)
