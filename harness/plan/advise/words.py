@@ -1,5 +1,6 @@
 """Advice in words and tables, and as JSON."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -152,9 +153,11 @@ def _faster_batch(advice: Advice, batches: Batches) -> Iterator[str]:
     most = max(batches.choices, key=lambda one: one.gain)
     if NEARLY * most.gain > 1:
         where = _machines(most.best, advice, " devices")
+        limit = "up to " if math.isinf(batches.noise.n_samples) else ""
         yield (
             f"A batch of {most.best.batch} on {where} with {_in_words(most.best)} would reach the "
-            f"same loss {format_number(most.gain, 2)} times as fast, if its learning rate fits."
+            f"same loss {limit}{format_number(most.gain, 2)} times as fast, if its learning "
+            "rate fits."
         )
 
 

@@ -51,6 +51,7 @@ def test_a_larger_batch_gains_its_samples_per_second_less_the_samples_that_it_ne
     unbounded = NoiseScale(n_samples=math.inf, low=64.0, high=math.inf)
     lines = advice_lines(advice, compare_batches(advice, unbounded))
     assert any("below 2.00" in line for line in lines)  # not 1.00, which no measurement shows
+    assert any(text.startswith(f"{line} up to ") for text in lines)
     few = compare_batches(advice, noise(1e-3))
     assert few.choices[0].gain > few.choices[-1].gain
     assert advice_object(advice, few)["batches"][0]["times_best"] == few.choices[0].gain
