@@ -67,7 +67,7 @@ class Current:
         n_frozen: layers that are not trained.
         n_skipped: those of them whose outputs are read from the cache.
         still_s: seconds that the last change stood still beside its transfer: allocation, votes,
-            the first batch. On rank 0.
+            the first batch, under NCCL also the build of its engine. On rank 0.
     """
 
     planned: Planned
