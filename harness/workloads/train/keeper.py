@@ -309,6 +309,7 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
         load_state=Path(found.state) if found.state else case.load_state,
         first_step=found.step,
         continues=found.run_id,
+        sync_every=case.sync_every if n_ranks > 1 else 1,
     )
 
 
@@ -325,6 +326,8 @@ def differing(config: dict[str, Any], first: dict[str, Any]) -> frozenset[str]:
     names = {field.name for field in fields(TrainCase)} - _MAY_DIFFER
     if config.get("continues") or first.get("continues"):
         names.discard("load_state")  # which is the state of the continued run
+    if 1 in (config.get("n_ranks"), first.get("n_ranks")):
+        names.discard("sync_every")  # one rank has no replicas to average
     one, other = _as_asked(config), _as_asked(first)
     return frozenset(name for name in names if one.get(name) != other.get(name))
 

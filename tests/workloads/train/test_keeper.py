@@ -171,6 +171,19 @@ def test_ranks_that_are_left_go_on_by_a_strategy_that_fits_them(runs, changes, s
     assert find_continuation(replace(CASE, **changes), runs.first, [1]).strategy == strategy
 
 
+@pytest.mark.parametrize(
+    ("n_left", "sync_every", "unlike"), [(1, 1, set()), (2, 4, {"sync_every"})]
+)
+def test_a_rank_that_is_left_alone_averages_nothing(runs, n_left, sync_every, unlike):
+    case = replace(CASE, strategy="ddp", sync_every=4)
+    runs("a", 5)
+    lost = list(range(n_left, 3))
+    alone = go_on(case, find_continuation(case, runs.first, lost), n_left)
+    assert alone.sync_every == sync_every
+    asked = replace(case, n_ranks=n_left, sync_every=1)
+    assert differing(config_json(asked), config_json(case)) == unlike
+
+
 def test_all_ranks_go_on_by_their_last_strategy(runs):
     for step in (3, 6, 9):
         (runs.first / f"strategy-{step}.json").write_bytes(b"")
