@@ -39,6 +39,8 @@ def read(name, data, folder):
 @pytest.mark.parametrize("name", READERS)
 def test_only_the_readers_own_error_comes_out(name, tmp_path):
     seeds = READERS[name].seeds()
+    for data in seeds:
+        READERS[name].read(data, tmp_path)
 
     @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**32), st.sampled_from(seeds))
