@@ -115,9 +115,19 @@ def _fork(path: str, argv: Sequence[str], passed_fds: Sequence[int]) -> int:
 
 
 def wait_for_fork_server() -> None:
-    """Wait for the server's imports, which would disturb a measurement in this process."""
+    """Wait for the server's imports, which would disturb a measurement in this process.
+
+    Raises:
+        RuntimeError: the server has ended.
+    """
     first = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
-    first.start()
+    try:
+        first.start()
+    except EOFError:
+        raise RuntimeError(
+            "its process that imports the modules of runs has ended: it was killed, as for memory, "
+            "or a module ended it"
+        ) from None
     first.join()
 
 

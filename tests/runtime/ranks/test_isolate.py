@@ -42,15 +42,23 @@ def start_a_process():
     return process.exitcode
 
 
+def interpreted(code, *path):
+    """Run code in an interpreter of its own."""
+    code = f"import test_isolate as here; from harness.runtime.ranks.isolate import *; {code}"
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, *path, *sys.path)))
+    return completed(sys.executable, "-c", code, PYTHONPATH=paths)
+
+
 def test_a_child_starts_processes_as_a_data_loader_does():
     """The server must be a fork of this process's first thread, so another interpreter tests it."""
-    code = (
-        "import test_isolate as here; from harness.runtime.ranks.isolate import *; "
-        "start_fork_server([]); print(here.isolated(here.start_a_process).value)"
-    )
-    paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    done = completed(sys.executable, "-c", code, PYTHONPATH=paths)
+    done = interpreted("start_fork_server([]); print(here.isolated(here.start_a_process).value)")
     assert done.stdout == "0\n", done.stderr
+
+
+def test_a_server_that_has_ended_is_named(tmp_path):
+    (tmp_path / "ends.py").write_text("import os; os._exit(1)")
+    done = interpreted("start_fork_server(['ends']); wait_for_fork_server()", tmp_path)
+    assert "RuntimeError: its process that imports the modules of runs has ended" in done.stderr
 
 
 @pytest.mark.parametrize(
