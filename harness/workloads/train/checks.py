@@ -63,6 +63,14 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("held_out_dir", "evaluate_every"), ("evaluate", (True,))),
 }
 
+# Flags that act after so many steps, and the most of them beside --steps.
+_ACTS_AFTER = {
+    "freeze_interval": ("freezes layers", -1),
+    "lr_step_size": ("lowers the learning rate", -1),
+    "noise_every": ("measures the gradient noise scale", -1),
+    "save_every": ("saves the state", 0),
+}
+
 _FEWEST_NOISE_STEPS = 16
 
 _AT_LEAST = {
@@ -273,6 +281,14 @@ def _check_average(case: TrainCase) -> None:
             f"{flag(name)} is for the training of one replica, --sync-every {case.sync_every} "
             "trains several: drop one of them"
         )
+    n_steps = case.warm_up + case.steps
+    for name in filter(case.is_set, ("evaluate", "save_model")):
+        if case.epochs is None and case.sync_every > n_steps:
+            raise ConfigError(
+                f"{flag(name)} takes the average of the replicas, of which --sync-every "
+                f"{case.sync_every} makes a part in each step, and --warm-up and --steps are "
+                f"{n_steps}: lower it, or train more steps"
+            )
 
 
 def _check_degrees(case: TrainCase) -> None:
@@ -337,11 +353,13 @@ def _check_changes(config: TrainConfig) -> None:
             "use --strategy pipeline, or --shrink search"
         )
     last, n_steps = 0, config.steps or TrainCase.steps
-    if config.epochs is None and (config.freeze_interval or 0) >= n_steps:
-        raise ConfigError(
-            f"--freeze-interval {config.freeze_interval} freezes layers after as many steps, the "
-            f"run has --steps {n_steps}: lower it, or train more steps"
-        )
+    for name, (what, n_most) in _ACTS_AFTER.items():
+        after = getattr(config, name) or 0
+        if config.epochs is None and after > n_steps + n_most:
+            raise ConfigError(
+                f"{flag(name)} {after} {what} after as many steps, the run has --steps {n_steps}: "
+                "lower it, or train more steps"
+            )
     for text in config.change:
         step, _ = parse_change(text)
         if step <= last or (config.epochs is None and step >= n_steps):
