@@ -301,11 +301,17 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
         shape = (options.n_channels, options.image_size, options.image_size)
         inputs = (InputSpec(name="images", shape=shape),)
         task = Task(model=entry.build(options), inputs=inputs, n_classes=options.n_classes)
+    has_dropout = False
     for module in task.model.modules():
         if options.has_frozen_norms and isinstance(module, _BatchNorm):
             module.eval()
-        if options.dropout is not None and isinstance(module, _DropoutNd):
-            module.p = options.dropout
-        elif options.dropout is not None and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = options.dropout
+        if isinstance(module, _DropoutNd | nn.MultiheadAttention | nn.RNNBase):
+            has_dropout, name_of_p = True, "p" if isinstance(module, _DropoutNd) else "dropout"
+            if options.dropout is not None:
+                setattr(module, name_of_p, options.dropout)
+    if options.dropout and not has_dropout:
+        raise ModelError(
+            f"--dropout {options.dropout} sets the dropout layers of a model, and {name} has none: "
+            "drop it"
+        )
     return task

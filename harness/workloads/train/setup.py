@@ -154,8 +154,8 @@ def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Mod
         if device.type != "cuda":
             raise ConfigError(
                 "--batch-norm global needs GPUs: PyTorch's SyncBatchNorm has no CPU version; add "
-                "--engine executor, or use local (each rank's own statistics) or frozen (running "
-                "statistics)"
+                "--engine executor (instead of zero1 to zero3: --strategy ddp --shard-state), or "
+                "use local (each rank's own statistics) or frozen (running statistics)"
             )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted

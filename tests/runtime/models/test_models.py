@@ -82,6 +82,9 @@ def test_dropout_sets_every_layer_that_drops(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     drops, alpha, recurrent = build_task("dropping:net", ModelOptions(dropout=0.0)).model
     assert (drops.p, alpha.p, recurrent.dropout) == (0, 0, 0)
+    build_task("lenet", fit_options("lenet", ModelOptions(dropout=0.0)))  # as it is anyhow
+    with pytest.raises(ModelError, match="of a model, and lenet has none: drop it"):
+        build_task("lenet", fit_options("lenet", ModelOptions(dropout=0.3)))
 
 
 def test_losses_are_sums_over_samples():
