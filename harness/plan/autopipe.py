@@ -58,7 +58,7 @@ class AutoPipe:
             raise StrategyError(
                 "PipeTransformer's rule needs two stages or more, on equally many devices of their "
                 f"own; {start.name} has stages on {', '.join(map(str, groups))}: start with "
-                "--strategy pipeline, or use --shrink search"
+                "--strategy pipeline, not interleaved, or use --shrink search"
             )
 
     def next_strategy(self, simulator: Simulator) -> Strategy:

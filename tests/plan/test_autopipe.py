@@ -73,3 +73,5 @@ def test_the_pipeline_halves_while_the_largest_stage_fits(n_frozen, replicates, 
 def test_only_pipelines_of_equal_stages_shrink():
     with pytest.raises(StrategyError, match=r"stages on \(0,\), \(1, 2\): start with"):
         AutoPipe(pipeline_of([[0], [1, 2]]), replicates=True)
+    with pytest.raises(StrategyError, match="--strategy pipeline, not interleaved"):
+        AutoPipe(pipeline_of([[0], [1], [0], [1]]), replicates=True)

@@ -239,7 +239,7 @@ def test_what_is_planned_has_the_norms_that_are_trained(mode):
 
 
 def test_batch_norm_over_all_ranks_needs_gpus():
-    with pytest.raises(ConfigError, match="no CPU version; add --engine executor"):
+    with pytest.raises(ConfigError, match="instead of zero1 to zero3: --strategy ddp"):
         set_norm_scope(torch.nn.BatchNorm1d(2), "global", torch.device("cpu"))
 
 
