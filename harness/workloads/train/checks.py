@@ -217,10 +217,13 @@ def _check_engine(case: TrainCase) -> None:
             f"{flag(given[0])} needs the executor, {case.strategy} is trained by {case.engine}: "
             f"{remedy}"
         )
-    if case.reduce_dtype == "int8" and case.engine == "deepspeed":
+    # DeepSpeed broadcasts weights as bytes, which it cannot view in channels-last order.
+    others = {"--reduce-dtype int8": case.reduce_dtype == "int8"}
+    others["--channels-last"] = case.channels_last
+    if case.engine == "deepspeed" and any(others.values()):
         raise ConfigError(
-            f"--reduce-dtype int8 is for torch and the executor, {case.strategy} is trained by "
-            f"deepspeed: {remedy}"
+            f"{next(filter(others.get, others))} is for torch and the executor, {case.strategy} is "
+            f"trained by deepspeed: {remedy}"
         )
     if case.engine == "executor" and case.balance == "speed" and case.strategy != "ddp":
         raise ConfigError(

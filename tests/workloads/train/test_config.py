@@ -128,6 +128,8 @@ def test_the_order_is_random_but_equal_on_every_rank():
          "of which --sync-every 24 makes a part in each step, and --warm-up and --steps are 23"),
         ({"strategy": ("zero2",), "reduce_dtype": ("int8",)},
          "--reduce-dtype int8 is for torch and the executor, zero2 is trained by deepspeed"),
+        ({"strategy": ("zero1",), "channels_last": True},
+         "--channels-last is for torch and the executor, zero1 is trained by deepspeed: use --str"),
         ({"strategy": ("zero1",), "compile": True},
          "--compile is for the engines torch and executor, zero1 is trained by deepspeed"),
         ({"save_sharded": True, "engine": "torch"},
