@@ -141,7 +141,7 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
 def _match_running_statistics(model: nn.Module) -> None:
     """Cast running statistics to the dtype of their layer's weight.
 
-    DeepSpeed casts parameters only, and a batch normalisation on a GPU refuses two dtypes.
+    DeepSpeed casts parameters only, and a batch normalisation of narrow weights refuses others.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.affine:
@@ -173,8 +173,7 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=task.model, optimizer=optimizer, config=_settings(options)
         )
-        if world.device.type == "cuda":
-            _match_running_statistics(self.model)
+        _match_running_statistics(self.model)
         self._plain_backend, self._comm = deepspeed.comm.comm.cdb, deepspeed.comm.comm
         self.clip = Clip(options.optimizer.max_grad_norm)
         self._timer = TimedBackend(self._plain_backend, recorder)

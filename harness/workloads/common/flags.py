@@ -175,7 +175,7 @@ class ModelFlags(DlrmFlags, TextFlags):
     has its own profile file."""
     channels_last: bool = False
     """Keep the filters and outputs of convolutions in channels-last order, which GPUs' tensor cores
-    compute faster. Each order has its own profile file."""
+    compute faster (torch engine and executor). Each order has its own profile file."""
 
     def check(self) -> None:
         """Refuse numbers that no model accepts."""

@@ -298,10 +298,13 @@ def test_deepspeed_trains_the_same():
     cases = {name: replace(zero, strategy=name) for name in ("zero2", "zero3")}
     reduced = replace(zero, strategy="zero2", reduce_dtype="bf16")
     (alone,), _ = run_on_ranks(train_on_ranks.model_states, {"alone": case}, 1)
-    (together, _), _ = run_on_ranks(train_on_ranks.model_states, {**cases, "reduced": reduced}, 2)
+    narrow = replace(zero, strategy="zero3", dtype="bf16", model="train_on_ranks:tiny_norm")
+    more = {"reduced": reduced, "narrow": narrow}
+    (together, _), _ = run_on_ranks(train_on_ranks.model_states, {**cases, **more}, 2)
     for name in cases:
         assert largest_difference(alone["alone"], together[name]) < TOLERANCE, name
     assert TOLERANCE < largest_difference(alone["alone"], together["reduced"]) < 0.1
+    assert together["narrow"]["2.running_mean"].any()  # statistics and weights of one dtype
 
 
 class ModelOnly:
