@@ -127,9 +127,9 @@ def _is_empty(value: Any) -> bool:
 
 
 def check_sizes(values: dict[fx.Node, Any]) -> None:
-    """Raise ModelError for a tensor without elements, because no strategy can cut it."""
+    """Raise ModelError for an operator's tensor without elements, because no strategy can cut it."""
     for node, value in values.items():
-        if _is_empty(value):
+        if _is_empty(value) and node.op != "get_attr":
             raise ModelError(
                 f"operator {node.name} gives a tensor without elements, of shape "
                 f"{tuple(value.shape)}: leave it out of the model"

@@ -191,6 +191,11 @@ def test_writes_of_no_elements_are_left_out():
     assert [n.name for n in module.graph.nodes] == ["x", "mul", "add", "output"]
 
 
+def test_a_constant_without_elements_may_be_an_argument():
+    module = traced(lambda model, x: torch.atleast_1d(x, torch.empty([0]))[0] + 1)
+    replace_in_place_writes(module, (torch.randn(6, 8),))
+
+
 def test_a_tensor_without_elements_is_refused():
     module = traced(lambda model, x: x + x[:, 8:].sum())
     with pytest.raises(ModelError, match=r"getitem gives a tensor without elements, of shape"):
