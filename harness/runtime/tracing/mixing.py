@@ -49,7 +49,8 @@ _FLOAT32_TOLERANCE = 1e-5  # of user code that computes in float32, whatever its
 _MOST_ELEMENTS = 1 << 24
 _LARGEST_KEPT = 16  # size of a dim that is made smaller
 # Limits of random integers, of the first argument and of the others. A lookup finds other samples
-# only if the values differ, and only small integers are indices of every dim.
+# only if the values differ, and only small integers are indices of every dim. Real numbers are
+# normal at first, and then between 0 and 1, of which roots, logarithms and angles are no NaN.
 _LIMITS = ((1 << 10, 2), (1 << 10, 1), (2, 2), (1, 1))
 # Kinds that are sample-wise if dim 0 is the batch.
 _ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
@@ -144,9 +145,12 @@ class SampleMixing:
                 try:
                     call = callable_of(node, self._modules)
                     call = _on_cpu(call, is_still) if isinstance(call, nn.Module) else call
-                    return _MixingTest(node, call, given, limits, smaller).classify(is_strict)
+                    found = _MixingTest(node, call, given, limits, smaller).classify(is_strict)
                 except Exception as error:  # user code may raise anything on random values
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
+                else:
+                    if found is not None:
+                        return found
             return None
 
     def _is_known_sample_wise(self, node: fx.Node, kind: str, given: Sequence[_Argument]) -> bool:
@@ -234,7 +238,7 @@ class _Argument:
         """Dims whose size changes with the batch size."""
         return changing_dims([x.shape for x in self.values]) if self.is_tensor else ()
 
-    def draw(self, limit: int, smaller: Mapping[int, int]) -> Any:
+    def draw(self, limit: int, smaller: Mapping[int, int], *, is_normal: bool) -> Any:
         """Random values for the whole batch, also for weights: the result must not depend on
         their values. Integers are below the limit; sizes but those of samples may be smaller."""
         like = self.values[0]
@@ -244,7 +248,7 @@ class _Argument:
         if like.is_complex():
             return torch.randn(shape, dtype=torch.complex128)
         if like.is_floating_point():
-            return torch.randn(shape, dtype=torch.float64)
+            return (torch.randn if is_normal else torch.rand)(shape, dtype=torch.float64)
         if like.dtype == torch.bool:
             return torch.rand(shape) < 0.5
         return torch.randint(min(limit, torch.iinfo(like.dtype).max), shape, dtype=like.dtype)
@@ -273,7 +277,10 @@ class _MixingTest:
     ) -> None:
         self._node, self._call, self._arguments = node, call, arguments
         self._smaller = smaller
-        self._drawn = {a.node: a.draw(limits[k > 0], smaller) for k, a in enumerate(arguments)}
+        self._drawn = {
+            a.node: a.draw(limits[k > 0], smaller, is_normal=limits == _LIMITS[0])
+            for k, a in enumerate(arguments)
+        }
         self._cotangents: list[Tensor] = []
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]
