@@ -76,11 +76,13 @@ def users_code(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(replaced(sys.modules[name], "len", _length))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(without_values())
-        stack.enter_context(replaced(Tensor, "__setitem__", _assign))
+        stack.enter_context(replaced(Tensor, "__setitem__", setitem))
         yield
 
 
-def _assign(x: Tensor, index: Any, value: Any, assign: Any = Tensor.__setitem__) -> None:
+def setitem(x: Tensor, index: Any, value: Any, assign: Any = Tensor.__setitem__) -> None:
+    """`x[index] = value`; where a mask is true, also on tensors without data, and so that the
+    gradient of a value does not count them."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     n_whole = x.dim() - index.dim() if is_mask else 0
     if is_mask and isinstance(value, Tensor) and value.dim() <= n_whole:

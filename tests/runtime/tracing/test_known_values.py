@@ -88,11 +88,12 @@ def test_a_check_whether_values_are_finite_is_said_to_be_left_out(caplog):
     assert "the graph leaves out what it does when they are not" in caplog.text
 
 
-def test_weights_are_assigned_where_a_mask_is_true():
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_weights_are_assigned_where_a_mask_is_true(is_exported):
     class Masked(Net):
         def forward(self, x):
             y = self.first(x)
-            for _ in range(x.shape[1] - 4):
+            for _ in range(x.shape[1] - 4 if is_exported else 2):
                 y[x.sum(1) > 0] = self.first.bias
             return y
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from harness.runtime.tracing.constructs import OpaqueFunction, function_name
+from harness.runtime.tracing.patches import setitem
 
 # Key in a node's `meta` for modules that must not change their input.
 COPIES = "copies"
@@ -116,4 +117,4 @@ def copying_call(node: fx.Node) -> Any:
     if found is not None:
         return found
     target: Any = getattr(Tensor, name) if node.op == "call_method" else node.target
-    return OnCopy(target)
+    return OnCopy(setitem if target is operator.setitem else target)
