@@ -127,7 +127,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def check_sizes(values: dict[fx.Node, Any]) -> None:
-    """Raise ModelError for an operator's tensor without elements, because no strategy can cut it."""
+    """Raise ModelError for a result without elements, because no strategy can cut it."""
     for node, value in values.items():
         if _is_empty(value) and node.op != "get_attr":
             raise ModelError(
