@@ -40,9 +40,7 @@ _log = logging.getLogger(__name__)
 # Arguments of factories whose values neither flags, data nor the factory say.
 _USUAL = {"n_classes": 1000, "n_channels": 3, "image_size": 224}
 _N_SAMPLES = 2
-_N_COPIES = (
-    8  # of the example's samples, in a run that may show a loss that branches on their number
-)
+_N_COPIES = 8  # of the example's samples, to find a loss that branches on their number
 _N_TOKENS = 128
 _TOKENS = "input_ids"
 # Names of the largest number of tokens in configurations.
