@@ -26,6 +26,7 @@ def calling(x):
 
 def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # it is by whole seconds
     plan = tmp_path / "harness" / "plan"
     plan.mkdir(parents=True)
     for package in (plan.parent, plan):
