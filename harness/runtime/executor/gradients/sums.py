@@ -280,10 +280,11 @@ class GradientSync:
         if parameter not in self._n_left:
             return
         self._n_left[parameter] -= 1
-        if self._n_left[parameter] == 0:
-            devices, bucket = self._bucket_of[parameter]
-            number = self._round_of[parameter]
+        devices, bucket = self._bucket_of[parameter]
+        if self._n_left[parameter] == 0 or isinstance(bucket, SumBucket):  # to which others add
             bucket.take(parameter)
+        if self._n_left[parameter] == 0:
+            number = self._round_of[parameter]
             self._n_waiting[number, bucket] -= 1
             self._begin_round(parameter, number + 1)
             self._start_ready(devices)

@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.domain.routes import BUCKET_BYTES, first_bucket_bytes
+from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.sums import SumBucket, bucketed
+from harness.runtime.executor.gradients.sums import (
+    GradientSync,
+    SumBucket,
+    SumGroups,
+    bucketed,
+)
 from harness.runtime.executor.program.program import PartKey
 from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.sharded.owners import SharedSlice
@@ -47,6 +53,20 @@ def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     bucket.collect()
     assert bucket.flat.tolist() == [1.0] * 4 + [2.0] * 48 + [3.0] * 6
     assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)
+
+
+def test_microbatches_add_to_gradients_within_their_bucket():
+    """A gradient beside its bucket would take the memory of all weights a second time."""
+    parameter = nn.Parameter(torch.zeros(2))
+    bucket = SumBucket("bucket0", "", [parameter])
+    world: Any = SimpleNamespace(backend="gloo", device=torch.device("cpu"))
+    groups, rounds = {(0, 1): SumGroups(None)}, [{parameter: 3}]
+    sync = GradientSync(world, {(0, 1): [bucket]}, groups, rounds, Recorder(HostClock()))
+    sync.start_step(is_muted=True)
+    for number in (1.0, 2.0):
+        (number * parameter).sum().backward()
+        assert parameter.grad is bucket.views[parameter]
+    assert bucket.flat.tolist() == [3.0, 3.0]
 
 
 class Message(NamedTuple):
