@@ -67,6 +67,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
 _ACTS_AFTER = {
     "freeze_interval": ("freezes layers", -1),
     "lr_step_size": ("lowers the learning rate", -1),
+    "lr_warm_up": ("reaches the learning rate", 0),
     "noise_every": ("measures the gradient noise scale", -1),
     "save_every": ("saves the state", 0),
 }
@@ -284,14 +285,8 @@ def _check_average(case: TrainCase) -> None:
             f"{flag(name)} is for the training of one replica, --sync-every {case.sync_every} "
             "trains several: drop one of them"
         )
-    n_steps = case.warm_up + case.steps
-    for name in filter(case.is_set, ("evaluate", "save_model")):
-        if case.epochs is None and case.sync_every > n_steps:
-            raise ConfigError(
-                f"{flag(name)} takes the average of the replicas, of which --sync-every "
-                f"{case.sync_every} makes a part in each step, and --warm-up and --steps are "
-                f"{n_steps}: lower it, or train more steps"
-            )
+    if case.epochs is None:
+        case.check_averages(case.steps)
 
 
 def _check_degrees(case: TrainCase) -> None:

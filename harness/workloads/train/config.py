@@ -19,7 +19,7 @@ from harness.runtime.engines.optimizers import (
     OptimizerOptions,
     OuterOptions,
 )
-from harness.workloads.common.flags import ModelFlags, SearchFlags, shared_flags
+from harness.workloads.common.flags import ModelFlags, SearchFlags, flag, shared_flags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -382,6 +382,17 @@ class TrainCase(TrainSettings):
             learning_rate=self.outer_lr,
             momentum=self.outer_momentum,
         )
+
+    def check_averages(self, n_steps: int) -> None:
+        """Refuse to use the average of replicas after fewer steps than it has parts."""
+        n_all = self.warm_up + n_steps
+        for name in filter(self.is_set, ("evaluate", "save_model")):
+            if self.sync_every > n_all:
+                raise ConfigError(
+                    f"{flag(name)} takes the average of the replicas, of which --sync-every "
+                    f"{self.sync_every} makes a part in each step, and the run has {n_all} steps "
+                    "with --warm-up: lower it, or train more steps"
+                )
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(name=self.optimizer, **shared_flags(self, OptimizerOptions))

@@ -359,6 +359,7 @@ def prepare(
         cast("ExecutorEngine", engine).load_full_state(open_state)
     plan = _batch_plan(case, data, shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
+    case.check_averages(n_steps)
     batches = load_batches(
         data, plan, world.rank, n_workers=case.n_workers, device=world.device,
         first_step=case.first_step + case.warm_up if case.first_step else 0,

@@ -27,7 +27,7 @@ from harness.runtime.ranks.world import World
 from harness.workloads.train import evaluation, workload
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.evaluation import Evaluation, has_equal_slices
-from harness.workloads.train.setup import make_task
+from harness.workloads.train.setup import make_task, prepare
 from harness.workloads.train.workload import TrainLoop
 
 CASE = TrainCase(model="lenet", data="digits", batch=4)
@@ -109,6 +109,12 @@ def test_an_evaluation_after_the_last_step_is_refused(alone):
     case = replace(CASE, evaluate_every=21)
     with pytest.raises(ConfigError, match="is after 21 steps, and the run has 20: raise"):
         Evaluation(case, alone, TRAINING)
+
+
+def test_averages_of_which_the_epochs_make_no_part_are_refused(alone):
+    case = replace(CASE, batch=720, epochs=1, warm_up=2, sync_every=5, evaluate=True)
+    with pytest.raises(ConfigError, match="--sync-every 5 makes a part .* the run has 4 steps"):
+        prepare(case, alone.world, Recorder(HostClock()))
 
 
 @pytest.mark.parametrize(
