@@ -18,11 +18,11 @@ from harness.runtime.agent import CHECK, GRACE_S, family
 from harness.runtime.agent.ended import (
     Deadline,
     OpenRun,
-    begin_start,
     exit_fault,
     fault_of,
     interruption,
     start_stand_in,
+    write_start,
 )
 from harness.runtime.agent.peers import Fault, Hub, Peers, Spoke, stopped_reason
 from harness.runtime.agent.wire import Message, decode
@@ -292,16 +292,16 @@ class RankAgent:
             self._peers.notify(fault.message())
         # The message of a single rank, which is all that the user sees, says what to do.
         if self._size > 1 or code != EXIT_CODE:
-            self._begin_start(now_s)
+            self._write_start(fault, now_s)
         if code <= 0:
             self._print_error(fault)
         return self._leave(code or fault.exit_code, fault.status, fault.reason)
 
-    def _begin_start(self, now_s: float) -> None:
-        """Begin a row if no run is open, unless rank 0's agent does so."""
+    def _write_start(self, fault: Fault, now_s: float) -> None:
+        """Write a row if no run is open, unless rank 0's agent does so."""
         self._has_begun = True
         if self._run is None and not isinstance(self._peers, Spoke):
-            run_dir = begin_start(sys.argv, self._start_s)
+            run_dir = write_start(sys.argv, fault, self._start_s)
             self._run = OpenRun(run_dir, now_s) if run_dir is not None else None
 
     def _leave(self, code: int, status: str, reason: str) -> int:
@@ -348,7 +348,7 @@ class RankAgent:
         reported = own or (self._peers.primary() if isinstance(self._peers, Hub) else None)
         fault = reported or interruption(has_begun=self._has_begun)
         if not (self._has_begun or self._has_left or self._rank or self._size == 1):
-            self._begin_start(now_s)
+            self._write_start(fault, now_s)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, now_s)
             if fault.status == "interrupted":
@@ -379,7 +379,7 @@ class RankAgent:
         if isinstance(self._peers, Hub):
             self._peers.notify(fault.message())
         family.send([self._pid, *family.descendants(self._pid)], signal.SIGKILL)
-        self._begin_start(time.monotonic())
+        self._write_start(fault, time.monotonic())
         self._print_error(fault)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, time.monotonic())

@@ -72,8 +72,7 @@ class OpenRun:
             if header.get("status") == "running":
                 header["status"] = status
                 first, *rest = reason.split("\n")
-                known = "no run was open" if header.get("ranks") == [] else recorded(self.run_dir)
-                header["reason"] = "\n".join([f"{first}; {known}", *rest])
+                header["reason"] = "\n".join([f"{first}; {recorded(self.run_dir)}", *rest])
                 header["duration_s"] = round(duration_s, 3)
                 _replace(self.run_dir, json.dumps(header, indent=1, ensure_ascii=False) + "\n")
         self._heartbeat.stop()
@@ -101,8 +100,8 @@ def recorded(run_dir: Path) -> str:
     return f"recorded: {', '.join(parts)}" if parts else "nothing was recorded"
 
 
-def begin_start(argv: Sequence[str], since_s: float = 0.0) -> Path | None:
-    """Begin the row of a launch that ends while no run is open; returns its directory, or None if
+def write_start(argv: Sequence[str], fault: Fault, since_s: float = 0.0) -> Path | None:
+    """Write the row of a launch that ends while no run is open; returns its directory, or None if
     it cannot be written or a rank of this host has written one.
 
     Args:
@@ -118,11 +117,13 @@ def begin_start(argv: Sequence[str], since_s: float = 0.0) -> Path | None:
     now_s, stamp = time.time(), "%Y%m%dT%H%M%S"
     run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start"
     device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": n_bytes}
+    first, *rest = fault.reason.split("\n")
     header: dict[str, Any] = {
         "schema": "harness-run", "version": 3, "run_id": run_id, "workload": workload,
         "key": "start", "repeat": 0, "argv": ["./entry.sh", *words], "config": flags,
         "cluster": {"nodes": [{"name": host, "devices": [device]}]}, "ranks": [], "versions": {},
-        "commit": "", "status": "running",
+        "commit": "", "status": fault.status, "duration_s": 0.0,
+        "reason": "\n".join([f"{first}; no run was open", *rest]),
         "start_utc": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(now_s)),
     }  # fmt: skip
     run_dir = Path(flags.get("results") or "results") / run_id

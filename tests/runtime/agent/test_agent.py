@@ -205,6 +205,14 @@ time.sleep(600)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_row_of_a_start_is_never_running_because_its_launcher_may_kill_at_any_time(tmp_path):
+    argv = ["harness", "train", f"--results={tmp_path}"]
+    run_dir = ended.write_start(argv, ended.Fault("crash", "stopped\nTraceback"))
+    ((found, header),) = find_runs(tmp_path)[0]
+    wanted = ("crash", "stopped; no run was open\nTraceback", 0.0)
+    assert (found, header.status, header.reason, header.duration_s) == (run_dir, *wanted)
+
+
 def test_a_wait_before_all_ranks_have_met_does_not_count_as_frozen():
     script = """
 import socket, time

@@ -113,7 +113,7 @@ def test_an_evaluation_after_the_last_step_is_refused(alone):
 
 def test_averages_of_which_the_epochs_make_no_part_are_refused(alone):
     case = replace(CASE, batch=720, epochs=1, warm_up=2, sync_every=5, evaluate=True)
-    with pytest.raises(ConfigError, match="--sync-every 5 makes a part .* the run has 4 steps"):
+    with pytest.raises(ConfigError, match=r"--sync-every 5 makes a part .* the run has 4 steps"):
         prepare(case, alone.world, Recorder(HostClock()))
 
 
