@@ -41,7 +41,8 @@ class Example:
         leaves, self.structure = pytree.tree_flatten_with_path((args, kwargs))
         self.leaves = [leaf for _, leaf in leaves]
         self.places = [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        self.tensors: list[Tensor] = [self.leaves[k] for k in self.places]
+        # Copies, because one tensor may be several inputs, such as tokens that are also labels.
+        self.tensors: list[Tensor] = [self.leaves[k].clone() for k in self.places]
         if not self.tensors or not all(tensor.dim() and len(tensor) for tensor in self.tensors):
             raise ModelError(
                 f"{name}: its example holds {_kinds(self.leaves)}: give tensors of "

@@ -501,6 +501,19 @@ def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, 
     assert isinstance(scored(form, labels), BatchLossTask)
 
 
+def test_one_tensor_may_be_tokens_and_labels():
+    class Reading(Words):
+        def forward(self, tokens, labels):
+            assert tokens.sum() > 0
+            logits = self.last(self.words(tokens))
+            return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels)}
+
+    tokens = torch.tensor([[1, 4], [2, 3]])
+    task = task_of("m:f", (Reading(), {"tokens": tokens, "labels": tokens}), OPTIONS)
+    assert [spec.name for spec in task.inputs] == ["tokens"]
+    assert [spec.name for spec in task.labels] == ["labels"]
+
+
 class Generator(Words):
     """As in nanoGPT: a tuple with the loss, and without targets only the last token's logits."""
 
