@@ -158,10 +158,13 @@ def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]])
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [name for name, parameter in named if parameter not in held]:
+        n_parts = [name for name, _ in named].count(missing[0])
+        remedy = "give it all, and set requires_grad to False before for what shall not be trained"
+        if n_parts > 1:
+            remedy = f"a dict by name keeps one of its {n_parts} parts here, so take all pairs"
         raise ConfigError(
             f"the optimizer has {len(named) - len(missing)} of {len(named)} parameters, "
-            f"{missing[0]} is missing: give it all, and set requires_grad to False before for what "
-            "shall not be trained"
+            f"{missing[0]} is missing: {remedy}"
         )
     return optimizer
 

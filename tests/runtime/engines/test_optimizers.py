@@ -5,11 +5,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from harness.errors import ConfigError
 from harness.runtime.engines.optimizers import (
     OPTIMIZERS,
     LearningRates,
     OptimizerOptions,
     average_of,
+    checked_optimizer,
     kept_keys,
     make_optimizer,
 )
@@ -92,6 +94,13 @@ def test_a_step_of_fp16_that_is_skipped_moves_no_average(name):
     assert torch.equal(found[0], found[1])
     assert (found[2] < found[1]).all()
     assert (found[1] < 1).all()
+
+
+def test_parts_of_one_name_that_a_dict_has_lost_are_named():
+    named = [("w", nn.Parameter(torch.ones(1))) for _ in range(3)]
+    optimizer = torch.optim.SGD(dict(named).values(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"1 of 3 .*, w is missing: a dict .* one of its 3 parts"):
+        checked_optimizer(optimizer, named)
 
 
 @pytest.mark.parametrize(
