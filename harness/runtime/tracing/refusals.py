@@ -61,6 +61,11 @@ _CONSTRUCTS = (
         "compute by torch",
     ),
     (
+        r"aten(\.|::)equal\b(?!.*\bfold_constants\b)",  # which asks so itself
+        "forward asks whether two tensors are equal, as torch.cov, corrcoef and istft do themselves",
+        "use torch.where, a product of centred values, or irfft and F.fold",
+    ),
+    (
         r"\(\) raises unimplemented|with Meta tensors, but there was|data-dependent output"
         r"|aten\.(nonzero|_unique|masked_select)",
         "the shape of a tensor depends on values (nonzero, unique, an index that is a mask)",
@@ -105,11 +110,6 @@ _CONSTRUCTS = (
         r"Expected positional argument for parameter|missing a required argument",
         "forward takes more tensors than it is fed",
         "give the others a default",
-    ),
-    (
-        r"aten\.equal\b(?!.*\bfold_constants\b)",  # which asks so itself
-        "forward asks whether two tensors are equal, as torch.cov and torch.corrcoef do themselves",
-        "use torch.where, and for a covariance a product of centred values",
     ),
 )
 

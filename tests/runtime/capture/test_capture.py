@@ -248,6 +248,10 @@ def of_lengths(net, x):
             lambda net, x: x @ torch.cov(x.T),
             "forward asks whether two tensors are equal, as torch.cov",
         ),
+        (
+            lambda net, x: x + torch.istft(torch.stft(x, 4, return_complex=True), 4).mean(),
+            "forward asks whether two tensors are equal, as .* istft",
+        ),
         (lambda net, x: x + torch.unique(x).sum(), "the shape of a tensor depends on values"),
         (lambda net, x: x.reshape(7, -1), "RuntimeError: shape .* is invalid"),
         (lambda net, x: {"a": x}["b"], "KeyError: 'b'"),
