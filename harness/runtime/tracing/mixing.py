@@ -182,9 +182,10 @@ class SampleMixing:
             module = self._modules[str(node.target)]
             is_training = isinstance(module, _InstanceNorm) and module.training
             return is_training and bool(module.track_running_stats)
-        buffers = {name for name, _ in self._module.named_buffers()}
-        held = (str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
-        if function_name(node.target) == "instance_norm" and not buffers.isdisjoint(held):
+        if function_name(node.target) != "instance_norm":
+            return False
+        held = {str(n.target) for n in node.all_input_nodes if n.op == "get_attr"}
+        if not held.isdisjoint(name for name, _ in self._module.named_buffers()):
             raise ConstructError(
                 "forward gives running statistics to the function instance_norm: use a module, "
                 f"such as nn.InstanceNorm2d, or {WITHOUT_PLAN}"
