@@ -62,7 +62,7 @@ _CONSTRUCTS = (
     ),
     (
         r"aten(\.|::)equal\b(?!.*\bfold_constants\b)",  # which asks so itself
-        "forward asks whether two tensors are equal, as torch.cov, corrcoef and istft do themselves",
+        "forward asks whether two tensors are equal, as torch.cov, corrcoef and istft do",
         "use torch.where, a product of centred values, or irfft and F.fold",
     ),
     (
