@@ -308,25 +308,26 @@ class OwnData(BatchedData):
                 f"({one_line(str(error))}): return a tensor, numbers or an array of native byte "
                 "order",
             ) from error
+        otherwise = f"let the model {'take it' if spec.name else 'return a loss of its own'}"
         if tuple(tensor.shape) != spec.shape:
             raise self._error(
                 index,
                 f"has {name} of shape {tuple(tensor.shape)}, and the model takes {spec.shape}: "
-                "pad, cut or resize it in the data set, or give the model that size",
+                f"pad, cut or resize it in the data set, or {otherwise}",
             )
         is_binary = not spec.name and self._task.loss == "binary_cross_entropy"
         if is_binary and not ((tensor == 0) | (tensor == 1)).all():
             raise self._error(
                 index,
                 f"has label {shorten(value)}, and the loss of one logit is the binary cross "
-                "entropy: give labels of 0 and 1, or let the model return a loss of its own",
+                f"entropy: give labels of 0 and 1, or {otherwise}",
             )
         is_alike = is_binary or _is_real(tensor.dtype) == _is_real(spec.dtype)
         if tensor.dtype != spec.dtype and not is_alike:
             raise self._error(
                 index,
                 f"has {name} of {tensor.dtype} ({shorten(value)}), and the model takes "
-                f"{spec.dtype}: convert it in the data set",
+                f"{spec.dtype}: convert it in the data set, or {otherwise}",
             )
         found = tensor.to(spec.dtype)
         if not _is_real(spec.dtype):
