@@ -233,7 +233,7 @@ def test_what_the_model_does_not_read_is_told(caplog):
         ((torch.rand(3),), "is a tuple of 1, and the model takes 2 \\(input_0, label\\)"),
         ({"x": torch.rand(3), "y": 1}, "has x, y, and the model takes input_0, y: add input_0"),
         ((torch.rand(4), 1), "has input_0 of shape \\(4,\\), and the model takes \\(3,\\)"),
-        ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and the model takes .* a loss"),
+        ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and .* return a loss"),
         ((torch.rand(3), torch.ones(2)), "\\(2,\\), and the model takes \\(\\): .* return a loss"),
         ((torch.rand(3), "cat"), "has label of type str, which makes no tensor"),
         ((np.ones(3, ">f4"), 1), "return a tensor, numbers or an array of native byte order"),
