@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,10 @@ class OwnData(BatchedData):
         self._is_drawn = self._is_recounted = False
         self._specs = (*task.inputs, *task.labels)
         self._names = {spec.name for spec in self._specs}
+        names = [spec.name for spec in self._specs]
+        places = [int(name[6:]) for name in names if re.fullmatch(r"input_\d+", name)]
+        is_tuple = len(places) == len(names)  # the example is, labels included
+        self._order = [sorted(places).index(k) for k in places] if is_tuple else range(len(names))
         self._n_counted: dict[int, int] = {}
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             raise DataError(
@@ -284,9 +289,10 @@ class OwnData(BatchedData):
                 )
             return [sample[name] for name in names]
         if isinstance(sample, tuple | list) and len(sample) == len(self._specs):
-            return sample
+            return [sample[k] for k in self._order]
         n_given = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-        names = [spec.name or "label" for spec in self._specs]
+        places = sorted(range(len(self._specs)), key=self._order.__getitem__)
+        names = [self._specs[k].name or "label" for k in places]
         raise self._error(
             index,
             f"is a {type(sample).__name__}{n_given}, and the model takes {len(names)} "

@@ -144,6 +144,19 @@ def test_labels_of_one_logit_are_0_and_1_of_any_dtype():
             OwnData("own", [(NUMBERS[0], label)], task)
 
 
+class TargetFirst(nn.Linear):
+    def forward(self, target, x):
+        out = super().forward(x)
+        return {"out": out, "loss": nn.functional.mse_loss(out, target)}
+
+
+def test_a_tuple_has_the_order_of_an_example_that_is_one():
+    task = users_task(TargetFirst(3, 3), (NUMBERS, 2 * NUMBERS))
+    found = OwnData("own", [(3 * NUMBERS[0], NUMBERS[0])], task).__getitems__([0])
+    assert torch.equal(found.inputs[0], NUMBERS[:1])
+    assert torch.equal(found.targets, 3 * NUMBERS[:1])
+
+
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
