@@ -13,9 +13,8 @@ from harness.measure.statistics import Summary
 
 Scaling = Literal["strong", "weak"]
 
-TOLERANCE = 0.03
-"""Tolerance of equal work, because last batches are cut and matrix sizes are even: products of 128
-per rank differ by 2.6 % (efficiencies are those of the actual work)."""
+TOLERANCE = 0.01
+"""Tolerance of equal work, because last batches are cut and matrix sizes are integers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,19 +17,12 @@ from made_runs import local_header
 from harness.domain.record import Sample
 from harness.errors import ConfigError, VerificationError
 from harness.measure.derive.devices import matmul_table, summa_table
-from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import samples_of, spans_of
-from harness.measure.statistics import summarize
 from harness.measure.store import Run
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
-from harness.workloads.matmul.scaling import (
-    DistributedProduct,
-    measure_point,
-    points_of,
-    rank_counts,
-)
+from harness.workloads.matmul.scaling import DistributedProduct, measure_point, rank_counts
 from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul_text, run_matmul
 
 CPU = torch.device("cpu")
@@ -62,19 +55,6 @@ def test_impossible_flags_are_refused_with_both_values(change, message):
 )  # fmt: skip
 def test_scaling_runs_on_every_small_number_of_ranks_then_powers_of_two(size, counts):
     assert rank_counts(size) == counts
-
-
-def test_small_products_of_rounded_sizes_scale_weakly():
-    points = [
-        ScalingPoint(
-            family="f", series="s", strategy="summa", n_devices=one.n_ranks,
-            work=one.flops, time=summarize([one.flops / one.n_ranks]),
-        )
-        for one in points_of("weak", 128, rank_counts(8))
-    ]  # fmt: skip
-    rows = scaling_table(points, "weak")
-    assert [row.baseline.n_devices for row in rows] == [1] * 8
-    assert [row.efficiency for row in rows] == pytest.approx([1.0] * 8)
 
 
 def test_a_rate_above_the_peak_is_an_error_that_names_both(monkeypatch):
