@@ -27,7 +27,13 @@ from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.models.closures import copy_closures
 from harness.runtime.models.example import BoundInputs, Example
-from harness.runtime.models.loss_split import CallRecorder, Run, SplitLoss, loss_name, split_loss
+from harness.runtime.models.loss_split import (
+    CallRecorder,
+    ModelRun,
+    SplitLoss,
+    loss_name,
+    split_loss,
+)
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.user_code import UserFunction
@@ -76,7 +82,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     output = run.output
     specs = _with_rows(name, given.specs, run)
 
-    def rerun() -> Run:
+    def rerun() -> ModelRun:
         n_copies = 1 if run.given is tensors else _N_COPIES
         more = [torch.cat([x] * n_copies + [x[:1]]) for x in tensors]
         return _run_once(name, bound, more, _REMEDY_OF_MORE)
@@ -117,7 +123,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     )
 
 
-def _with_rows(name: str, specs: Sequence[InputSpec], run: Run) -> tuple[InputSpec, ...]:
+def _with_rows(name: str, specs: Sequence[InputSpec], run: ModelRun) -> tuple[InputSpec, ...]:
     """Add how many rows the embeddings of a model have that look up all numbers of an input.
 
     Raises:
@@ -188,7 +194,7 @@ def _prepare(name: str, model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _run_once(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -> Run:
+def _run_once(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -> ModelRun:
     """Call a model on fake tensors, or a copy of it on real ones if its control flow reads
     values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -208,14 +214,14 @@ def _run_once(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -
                 raise refusal(name, error) from error
             raise _not_taken(name, tensors, error, remedy) from error
     else:
-        return Run(output, given, recorder.calls)
+        return ModelRun(output, given, recorder.calls)
     try:
         copied = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), CallRecorder() as recorder:
             output = copied(*tensors)
     except Exception as error:
         raise _not_taken(name, tensors, error, remedy) from error
-    return Run(output, tensors, recorder.calls)
+    return ModelRun(output, tensors, recorder.calls)
 
 
 def _is_alike(split: SplitLoss, model: nn.Module, tensors: list[Tensor]) -> bool:

@@ -54,7 +54,7 @@ class SplitLoss(NamedTuple):
     also_read: frozenset[int]
     before: tuple[Callable[..., Any], ...]
 
-    def is_made_of(self, run: Run) -> bool:
+    def is_made_of(self, run: ModelRun) -> bool:
         """Whether a run without labels computed its outputs by the same functions."""
         named = named_outputs(run.output)
         read = [named.get(name) for name in self.loss.outputs]
@@ -78,7 +78,7 @@ def loss_name(output: Any) -> str | None:
     return found[0] if len(found) == 1 and len(tensors) > 1 else None
 
 
-class Run(NamedTuple):
+class ModelRun(NamedTuple):
     """A run of a model: its output, its inputs and torch's calls."""
 
     output: Any
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 def split_loss(
-    name: str, run: Run, specs: Sequence[InputSpec], rerun: Callable[[], Run]
+    name: str, run: ModelRun, specs: Sequence[InputSpec], rerun: Callable[[], ModelRun]
 ) -> SplitLoss | str:
     """Split off the loss of a model that was called on fake tensors.
 
@@ -111,8 +111,8 @@ def split_loss(
         rerun: runs the model with another number of samples.
     """
     again = rerun()
-    common = run.outputs(name).keys() & again.outputs(name).keys()
-    outputs = {key: x for key, x in run.outputs(name).items() if key in common}
+    outputs, others = run.outputs(name), again.outputs(name)
+    outputs = {key: x for key, x in outputs.items() if key in others}
     given, trail = run.given, _Trail(run.calls)
     loss: Tensor = named_outputs(run.output)[name]
     found = trail.to([loss], (*outputs.values(), *given))
@@ -120,9 +120,8 @@ def split_loss(
     labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
     if found.unknown or not read:
         return "its loss reads values that it does not return"
-    others = [again.outputs(name)[key] for key in outputs]
-    retrail = _Trail(again.calls)
-    refound = retrail.to([named_outputs(again.output)[name]], (*others, *again.given))
+    ends = (*(others[key] for key in outputs), *again.given)
+    refound = _Trail(again.calls).to([named_outputs(again.output)[name]], ends)
     if _functions(run.calls, found) != _functions(again.calls, refound):
         return (
             f"its loss of {run.n_samples} samples is computed by other functions than that of "
