@@ -15,7 +15,12 @@ from harness.measure.store import write_atomically
 from harness.plan.cli import cluster_from
 from harness.plan.estimates import optimizer_times
 from harness.plan.flags import add_cluster, flag_of
-from harness.plan.importing.curves import bandwidth_of, read_collectives, with_medians
+from harness.plan.importing.curves import (
+    bandwidth_of,
+    check_hosts,
+    read_collectives,
+    with_medians,
+)
 from harness.plan.importing.times import (
     TAKEN_OFF,
     LayerTime,
@@ -109,6 +114,8 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
         said.append(f"assumed: links have no latency{theirs}")
     if not points:
         return cluster
+    for path in args.collectives:
+        check_hosts(path, cluster)
     cluster = msgspec.structs.replace(cluster, collectives=points)
     if len(cluster.nodes) > 1 and (inside := cluster.curves(spans_nodes=False)):
         n = max(point.n_ranks for point in inside)

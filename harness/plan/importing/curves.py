@@ -10,13 +10,16 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from harness.domain.cluster import CollectivePoint
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError, DataError
 from harness.inputs import MOST_COUNT, decode_text, find_int, find_number, read_file, shorten
 from harness.plan.importing.tables import UNITS_S, Row, read_table
-from harness.units import parse_bytes
+from harness.units import format_count, parse_bytes
 
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)
+_RANK = re.compile(
+    r"^#\s+Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<host>\S+)",
+    re.MULTILINE,
+)
 _PREFIXED = re.compile(r"^([^#\n]{1,100})#\s{1,100}size\s{1,100}count\s", re.MULTILINE)
 _TEST = re.compile(r"\b([a-z_]+)_perf\b")
 # By the names of nccl-tests' programs, and of files.
@@ -43,10 +46,7 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
     Raises:
         DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
-    text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
-    prefixed = _PREFIXED.search(text)  # by the mark of mpirun, kubectl or a terminal
-    if prefixed is not None:
-        text = "\n".join(line.removeprefix(prefixed[1]) for line in text.splitlines())
+    text = _text_of(path)
     heads = [words for line in text.splitlines() if line[:1] == "#" and (words := _heads(line))]
     if len(heads) > 1:
         raise DataError(
@@ -54,6 +54,43 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
             "MPI=1, because without it each rank tests for itself"
         )
     return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
+
+
+def _text_of(path: Path) -> str:
+    text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
+    prefixed = _PREFIXED.search(text)  # by the mark of mpirun, kubectl or a terminal
+    if prefixed is not None:
+        text = "\n".join(line.removeprefix(prefixed[1]) for line in text.splitlines())
+    return text
+
+
+def check_hosts(path: Path, cluster: Cluster) -> None:
+    """Refuse a curve of one host that counts as between nodes, and one of several as inside one.
+
+    A single node may be of several hosts, such as a rack whose devices share one switch.
+    """
+    n_each = max(len(node.devices) for node in cluster.nodes)
+    n, hosts = _group_of(_text_of(path), path)
+    if hosts and len(cluster.nodes) > 1 and (n > n_each) != (len(hosts) > 1):
+        counts = "between nodes" if n > n_each else "inside a node"
+        raise DataError(
+            f"{path} is of {n} ranks on {format_count(len(hosts), 'host')}, and would count as "
+            f"{counts}, because a node has {n_each} devices: leave it out and give --bandwidth "
+            "INSIDE,BETWEEN"
+        )
+
+
+def _group_of(text: str, path: Path) -> tuple[int, set[str]]:
+    """Number of ranks and names of the hosts of one collective; several groups run one at once."""
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    for found in _RANK.finditer(text):
+        groups[found["group"]][found["rank"]] = found["host"]
+    sizes = sorted({len(group) for group in groups.values()})
+    if len(sizes) > 1:
+        listed = " and ".join(map(str, sizes))
+        raise DataError(f"{path} is of groups of {listed} ranks: split the ranks evenly")
+    first = next(iter(groups.values()), {})
+    return len(first), set(first.values())
 
 
 def _heads(line: str) -> list[str]:
@@ -65,7 +102,7 @@ def _heads(line: str) -> list[str]:
 def _nccl_tests(
     text: str, heads: Sequence[str], path: Path, n_ranks: int | None
 ) -> list[CollectivePoint]:
-    n_named = len(set(_RANK.findall(text)))
+    n_named = _group_of(text, path)[0]
     n = n_named if n_named > 1 else n_ranks
     if n is None:
         raise DataError(f"{path} names {n_named} ranks: give --ranks N, how many took part")
@@ -82,8 +119,8 @@ def _nccl_tests(
         if at is not None and size and time:
             found.append((size, time * unit_s))
             wrong = [cell for k in of_wrong for cell in cells[at + k : at + k + 1]]
-            if n_wrong := max((find_int(cell) or 0 for cell in wrong), default=0):
-                raise DataError(f"{path} has {n_wrong} wrong values at {size} bytes: {_REPAIR}")
+            if n_wrong := max((find_number(cell) or 0 for cell in wrong), default=0):
+                raise DataError(f"{path} has {n_wrong:.0f} wrong values at {size} bytes: {_REPAIR}")
     if failed := _FAILED.search(text):
         raise DataError(f"{path} has {failed[1]} values out of bounds: {_REPAIR}")
     return _points(found, _operation_of(text, heads, path), n, str(path))

@@ -301,6 +301,26 @@ def test_nccl_tests_are_read_out_of_place(tmp_path):
     assert bandwidth_of(points) == pytest.approx(20e9)
 
 
+def test_hosts_and_groups_of_nccl_tests_count(tmp_path, refused):
+    path = tmp_path / "all_reduce.txt"
+    words = "import --memory 1GB --bandwidth 1e9 --output", tmp_path, "--collectives", path
+    path.write_text(NCCL)
+    message = "is of 2 ranks on 1 host, and would count as between nodes, because a node has 1 dev"
+    assert message in refused(*words, "--topology 2x1")
+    table = NCCL.partition("[0x0f] NVIDIA A100\n")[2]
+    lines = [
+        f"#  Rank  {k} Group  {k % 4} Pid   1 on   {'ab'[k // 4]} device  {k % 4} [0x07] T4\n"
+        for k in range(8)
+    ]
+    path.write_text("".join(lines) + table)
+    assert {point.n_ranks for point in read_collectives(path)} == {2}
+    message = "is of 2 ranks on 2 hosts, and would count as inside a node, because a node has 4 dev"
+    assert message in refused(*words, "--topology 2x4")
+    path.write_text("".join(lines[1:]) + table)
+    with pytest.raises(DataError, match="groups of 1 and 2 ranks: split the ranks evenly"):
+        read_collectives(path)
+
+
 RANKS = "".join(
     f"#  Rank  {k} Group  0 Pid   1 on   host device  {k} [0x07] T4\n" for k in range(8)
 )
@@ -397,6 +417,7 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
             NCCL.replace("0.11      0", "0.11      3"),
             "3 wrong values at 1024 bytes: repair",
         ),
+        ("x.txt", NCCL.replace("0.11      0", "0.11  1e+06"), "1000000 wrong values at 1024 bytes"),
         ("x.txt", NCCL.replace("0 OK", "2 FAILED"), "has 2 values out of bounds: repair"),
         ("sendrecv_gpu4.csv", CSV, "is of sendrecv by its name"),
         ("Reduce_gpu4.csv", CSV, "is of reduce by its name"),
