@@ -47,11 +47,13 @@ class Prices:
 
     def money_per_s(self, nodes: Iterable[str]) -> float | None:
         """Cost of some nodes together; None where nothing is given, or not of all."""
-        own, kwh = [self._of(name) for name in nodes], self.kwh_price
+        own, kwh, known = [self._of(name) for name in nodes], self.kwh_price, self.nodes.values()
         hours = [one.hour_price for one in own if one.hour_price is not None]
         watts = [one.watts for one in own if one.watts is not None]
         energy = [] if kwh is None else [power / 1000 * kwh for power in watts]
-        is_whole = all(len(found) in (0, len(own)) for found in (hours, energy))
+        needs_hours = any(one.hour_price is not None for one in known)
+        needs_energy = kwh is not None and any(one.watts is not None for one in known)
+        is_whole = len(hours) == len(own) * needs_hours and len(energy) == len(own) * needs_energy
         return sum([*hours, *energy]) / _S_PER_HOUR if is_whole and (hours or energy) else None
 
     def _of(self, name: str) -> NodePrice:

@@ -408,9 +408,10 @@ def test_prices_add_up_over_nodes(tmp_path):
     assert prices.joules_per_s(["a", "c"]) == 450
     # Two nodes of 0.36 EUR an hour, and 0.72 kW of 0.5 EUR a kWh.
     assert prices.money_per_s(["a", "b"]) == pytest.approx((0.72 + 0.36) / 3600)
-    assert prices.money_per_s(["c"]) == pytest.approx(0.045 / 3600)
-    assert prices.money_per_s(["a", "c"]) is None  # c's hour is not given
-    assert prices.money_per_s(["a", "e"]) is None  # e's energy is not known
+    assert prices.money_per_s(["c"]) is None  # c's hour is not given, others' are
+    assert prices.money_per_s(["e"]) is None  # e's energy is not known, others' is
+    assert prices.money_per_s(["a", "e"]) is None
+    assert replace(prices, kwh_price=None).money_per_s(["e"]) == pytest.approx(0.36 / 3600)
     assert prices.joules_per_s(["a", "d"]) is None
     assert find_prices(["a", "b"], [tmp_path / "none", tmp_path]) == prices
     assert find_prices(["a", "d"], [tmp_path]) is None
