@@ -189,6 +189,8 @@ def _torchtitan(plan: TrainerPlan, dtype: str, _: str) -> list[str]:
     if plan.pp > 1:
         settings["training.local_batch_size"] = plan.n_samples * plan.n_microbatches
         settings["parallelism.pipeline_parallel_microbatch_size"] = plan.n_samples
+        is_full = plan.schedule != "1f1b" or plan.n_microbatches >= plan.pp
+        plan.need(is_full, f"{plan.n_microbatches} microbatches", f"{plan.pp} or more for 1f1b")
         n_rounds = max(1, plan.n_microbatches // plan.pp)
         is_even = plan.schedule != "zero_bubble" or plan.n_microbatches % n_rounds == 0
         plan.need(

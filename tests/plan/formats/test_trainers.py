@@ -110,7 +110,7 @@ def test_replicas_alone_take_no_settings_of_pipelines():
 
 
 def test_stages_without_layers_and_stages_in_turn_have_names():
-    alone = planned("pp=3,cuts=1-8")
+    alone = planned("pp=3,cuts=1-8", n_microbatches=4)
     assert "--pipeline-model-parallel-layout=E|tttttt|L" in args(alone, "megatron")
     assert args(alone, "torchtitan")[1:4] == [
         "tok_embeddings",
@@ -221,6 +221,8 @@ def shared_devices():
         (planned("pp=2,cuts=4", schedule="zero_bubble"), "megatron", "needs 1f1b or interleaved"),
         (planned("pp=2,cuts=4", n_microbatches=5, batch=20, schedule="zero_bubble"), "torchtitan",
          "5 microbatches, --to torchtitan needs a multiple of 2 rounds"),
+        (planned("pp=3,cuts=3-5"), "torchtitan",
+         "2 microbatches, --to torchtitan needs 3 or more for 1f1b"),
         (planned("tp=2,pp=2,cuts=4"), "deepspeed", "needs in pipelines tp=1, whole gradients"),
         (planned("pp=2,cuts=3"), "deepspeed", "[2, 4] layers in stages"),
         (planned("tp=2,dp=3,devices=0-1-2-3-4-5", batch=12, shard_state="parameters_in_node"),
