@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
@@ -90,7 +91,8 @@ class OwnData(BatchedData):
         is_tuple = len(places) == len(names)  # the example is, labels included
         self._order = [sorted(places).index(k) for k in places] if is_tuple else range(len(names))
         self._n_counted: dict[int, int] = {}
-        if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+        is_indexed = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+        if not is_indexed or isinstance(samples, IterableDataset):
             raise DataError(
                 f"{name} is a {type(samples).__name__}, which has no length or no samples by "
                 "index: each rank takes its samples by index, so give a map-style Dataset"

@@ -264,7 +264,7 @@ def test_samples_that_do_not_fit_are_refused(sample, problem):
 FACTORIES = """
 import random
 import numpy
-from torch.utils.data import TensorDataset
+from torch.utils.data import ChainDataset, TensorDataset
 import torch
 
 def data(seed, data_dir):
@@ -281,6 +281,9 @@ def split():
 
 def endless():
     return iter([1])
+
+def counted():
+    return ChainDataset([])  # has a length, and a __getitem__ that torch lets fail
 
 def forgotten():
     data(3, None)
@@ -327,6 +330,7 @@ def test_a_random_split_is_the_same_on_all_ranks_and_for_evaluation(made):
     [
         ("nothing", False, "--data 'users_data:nothing': .*users_data.py has no callable"),
         ("endless", False, "is a list_iterator, which has no length"),
+        ("counted", False, "is a ChainDataset, which has no length or no samples by index"),
         ("forgotten", False, "is a NoneType, which has no length"),
         ("broken", False, "sample 0 .* cannot be read \\(OSError: no file 0\\)"),
         ("data", True, "returned a TensorDataset: return a pair"),
