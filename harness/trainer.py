@@ -166,7 +166,7 @@ class Trainer:
         def make(named: NamedParameters) -> Optimizer:
             self._names = {p: name.removeprefix(task.prefix) for name, p in named}
             own = [(name, parameter) for parameter, name in self._names.items()]
-            return checked_optimizer(optimizer(own), own)
+            return checked_optimizer(optimizer, own)
 
         torch.manual_seed(seed * world.size + world.rank)  # each rank has dropout masks of its own
         # A host's clock never waits for the device, and its marks are dropped after each step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -139,12 +139,23 @@ def check_factory(factory: object) -> None:
         )
 
 
-def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """An optimizer that a user's factory has made of named parameters.
+def checked_optimizer(
+    factory: Callable[[list[tuple[str, nn.Parameter]]], Any], named: list[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    """The optimizer that a user's factory makes of named parameters.
 
     Raises:
-        ConfigError: it is none, leaves out a parameter, or computes the loss in its step.
+        ConfigError: it is none, leaves out a parameter, or computes the loss in its step; or the
+            factory hooks a parameter.
     """
+    before = [_count_hooks(parameter) for _, parameter in named]
+    optimizer = factory(named)
+    for n_before, (name, parameter) in zip(before, named, strict=True):
+        if _count_hooks(parameter) > n_before:
+            raise ConfigError(
+                f"the optimizer's factory hooks the gradient of {name}, of which a hook gets this "
+                "rank's part: change gradients after their sum, by optimizer.register_step_pre_hook"
+            )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"the optimizer's factory returned a {type(optimizer).__name__}, not a "
@@ -167,6 +178,11 @@ def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]])
             f"{missing[0]} is missing: {remedy}"
         )
     return optimizer
+
+
+def _count_hooks(parameter: nn.Parameter) -> int:
+    kinds = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return sum(len(hooks or ()) for hooks in kinds)
 
 
 def check_still_trained(flags: Mapping[nn.Parameter, tuple[str, bool]]) -> None:

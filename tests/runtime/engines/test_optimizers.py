@@ -98,9 +98,21 @@ def test_a_step_of_fp16_that_is_skipped_moves_no_average(name):
 
 def test_parts_of_one_name_that_a_dict_has_lost_are_named():
     named = [("w", nn.Parameter(torch.ones(1))) for _ in range(3)]
-    optimizer = torch.optim.SGD(dict(named).values(), lr=0.1)
     with pytest.raises(ConfigError, match=r"1 of 3 .*, w is missing: a dict .* one of its 3 parts"):
-        checked_optimizer(optimizer, named)
+        checked_optimizer(lambda own: torch.optim.SGD(dict(own).values(), lr=0.1), named)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_factory_that_hooks_the_part_of_a_gradient_is_refused(register):
+    own = nn.Linear(2, 2)
+    own.weight.register_post_accumulate_grad_hook(print)  # the executor's
+
+    def hook(named):
+        getattr(named[1][1], register)(print)
+        return torch.optim.SGD(named)
+
+    with pytest.raises(ConfigError, match=r"gradient of bias, .*register_step_pre_hook$"):
+        checked_optimizer(hook, list(own.named_parameters()))
 
 
 @pytest.mark.parametrize(
