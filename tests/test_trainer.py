@@ -318,6 +318,20 @@ def test_evaluation_is_that_of_the_model_or_refused(factor):
         assert found == {"loss": pytest.approx(wanted.item(), rel=1e-5)}
 
 
+def mean_right(logits, labels):
+    return (logits.argmax(-1) == labels).double().mean()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_metric_that_is_a_mean_is_refused(compile):
+    given = single(graph(), BATCH), make_optimizer
+    with Trainer(*make_model(), strategy=given[0], optimizer=given[1], compile=compile) as trainer:
+        message = r"'mean' of outputs \(6, 4, 5\) .*it is (.*), and \1 of the same samples twice"
+        with pytest.raises(ConfigError, match=message):
+            trainer.evaluate(make_data(), metrics={"mean": mean_right})
+
+
 def leave_out(named):
     return torch.optim.SGD([p for name, p in named if name != "last.bias"])
 

@@ -72,6 +72,7 @@ class MetricSums:
 
     def _clear(self) -> None:
         self.error = None
+        self._are_sums: set[str] = set()
         self.take()
 
     def take(self) -> list[Tensor]:
@@ -86,18 +87,32 @@ class MetricSums:
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the metrics of some samples."""
-        # A copy, because a metric may write labels, which others and the loss read.
-        read = self._task.for_metrics(outputs, targets.clone()) if self.metrics else ()
         for at, (name, metric) in enumerate(self.metrics.items()):
             try:
-                found = torch.as_tensor(metric(*read)).to(torch.float64)
-                self._sums[at] = self._sums[at].to(found.device) + found.reshape(())
+                found = self._of(metric, outputs, targets)
+                self._sums[at] = self._sums[at].to(found.device) + found
+                if name not in self._are_sums:
+                    self._check_sum(name, metric, outputs[:2], targets[:2])
             except Exception as error:
                 self.error = self.error or ConfigError(
                     f"metric {name!r} of outputs {tuple(outputs.shape)} and labels "
                     f"{tuple(targets.shape)} fails ({type(error).__name__}: {first_line(error)}): "
                     "let it return one number, the sum over its samples"
                 )
+
+    def _of(self, metric: Metric, outputs: Tensor, targets: Tensor) -> Tensor:
+        # A copy, because a metric may write labels, which others and the loss read.
+        read = self._task.for_metrics(outputs, targets.clone())
+        return torch.as_tensor(metric(*read)).to(torch.float64).reshape(())
+
+    def _check_sum(self, name: str, metric: Metric, *few: Tensor) -> None:
+        """Refuse a metric that is no sum, because the same samples twice do not double it."""
+        once = float(self._of(metric, *few))
+        twice = float(self._of(metric, *(torch.cat([x, x]) for x in few)))
+        if abs(twice - 2 * once) > abs(once) / 10:
+            raise ValueError(f"it is {once:.4g}, and {twice:.4g} of the same samples twice")
+        if once:
+            self._are_sums.add(name)
 
 
 class LossPart(nn.Module):
