@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from harness.cases import (
@@ -47,6 +46,7 @@ from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.resume import check_batches, check_ended, find_resumed
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, with_note, worst
 from harness.runtime.agent import GRACE_S
+from harness.runtime.devices.memory import return_freed_memory
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit, describe_rank
 from harness.runtime.ranks.isolate import run_isolated
@@ -341,10 +341,10 @@ class Launcher:
         channel.end_part(name, fault)
         outcomes = self._control.gather("outcome", outcome, Outcome)
         channel.end_run()
-        if not is_isolated:  # free the group and the GPU's memory for later runs
+        if not is_isolated:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            torch.cuda.empty_cache()  # does nothing unless a GPU was used
+            return_freed_memory()
         return [outcomes[rank] for rank in plan.ranks]
 
     def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:

@@ -1,8 +1,8 @@
 """`./entry.sh control RUN --strategy FILE`: requests to a running training, as files of the run.
 
 The controller writes `change.request.json` once, so a second one is refused while the first waits;
-rank 0 removes it when it has written `change.answer.json`. Who may write into the directory may
-control the run.
+rank 0 removes it when it has written a line of `change.answers.jsonl`. Who may write into the
+directory may control the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from harness.measure.store import read_header, write_atomically
 from harness.workloads.common.flags import check_above_zero
 
 REQUEST_FILE = "change.request.json"
-ANSWER_FILE = "change.answer.json"
+ANSWER_FILE = "change.answers.jsonl"
+# Lines of it: controllers in turn may be answered before the first of them has looked.
+_N_ANSWERS = 20
 # The id in the answer to a request that cannot be read.
 UNREADABLE = "unreadable"
 
@@ -94,8 +96,10 @@ def read_request(run_dir: Path) -> Request | None:
 
 
 def answer_request(run_dir: Path, answer: ChangeAnswer) -> None:
-    """Write the answer, then let the next request come."""
-    write_atomically(run_dir / ANSWER_FILE, msgspec.json.encode(answer))
+    """Write the answer after the last ones, then let the next request come."""
+    path = run_dir / ANSWER_FILE
+    last = path.read_bytes().splitlines()[1 - _N_ANSWERS :] if path.exists() else []
+    write_atomically(path, b"\n".join([*last, msgspec.json.encode(answer)]))
     _withdraw(run_dir, answer.id)
 
 
@@ -112,8 +116,10 @@ def read_answer(run_dir: Path, request: Request) -> ChangeAnswer | None:
     """The answer to a request; None while there is none."""
     with suppress(HarnessError):
         data = read_file(run_dir / ANSWER_FILE, "answer", ConfigError)
-        answer = decode(data, ChangeAnswer, source=ANSWER_FILE, error=ConfigError)
-        return answer if answer.id == request.id else None
+        for line in data.splitlines():
+            answer = decode(line, ChangeAnswer, source=ANSWER_FILE, error=ConfigError)
+            if answer.id == request.id:
+                return answer
     return None
 
 

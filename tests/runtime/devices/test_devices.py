@@ -121,7 +121,7 @@ def test_a_pause_in_one_call_hardly_lowers_the_number_of_calls_in_a_sample(least
 
 _PROGRAM = """
 import resource, torch
-from harness.runtime.devices.memory import keep_freed_memory
+from harness.runtime.devices.memory import keep_freed_memory, return_freed_memory
 def n_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for is_kept in (False, True):
@@ -133,15 +133,21 @@ for is_kept in (False, True):
         pair = [torch.ones(40 << 18), torch.ones(40 << 18)]  # above what glibc keeps by itself
         del pair
     print(n_faults() - before)
+def rss_pages():
+    return int(open("/proc/self/statm").read().split()[1])
+before = rss_pages()
+return_freed_memory()
+print(before - rss_pages())
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_not_fetched_again_page_by_page():
     done = completed(sys.executable, "-c", _PROGRAM)
-    freed, kept = map(int, done.stdout.split())
+    freed, kept, returned = map(int, done.stdout.split())
     assert freed > 1000  # of 204800 pages
     assert kept < 100
+    assert returned > 10_000  # of at least 20480
 
 
 @pytest.mark.parametrize(

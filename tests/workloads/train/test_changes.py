@@ -355,6 +355,7 @@ def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path)
     (tmp_path / REQUEST_FILE).write_text("{")
     answer_request(tmp_path, ChangeAnswer(id=UNREADABLE))
     assert read_request(tmp_path) is None
+    assert read_answer(tmp_path, request) == ChangeAnswer(id=request.id, text="done")
 
 
 def test_a_controller_needs_a_run_that_listens(tmp_path):
