@@ -132,7 +132,8 @@ def find_dead_writer(run_dir: Path) -> str:
     """Why the writer of a run whose header says `running` is dead; empty if it is alive.
 
     Call it only for such a header. Ages use the file system's clock if the directory is writable,
-    because hosts' clocks may differ. Without a heartbeat the header's age counts.
+    because hosts' clocks may differ; it may have been set back since the last beat. Without a
+    heartbeat the header's age counts.
     """
     try:
         changed_s, writer = _read(run_dir / HEARTBEAT_FILE)
@@ -142,7 +143,7 @@ def find_dead_writer(run_dir: Path) -> str:
         except OSError:
             return ""
     age_s = _now_s(run_dir) - changed_s
-    if not _is_gone(writer) and age_s < _N_MISSED * _period_s(writer):
+    if not _is_gone(writer) and abs(age_s) < _N_MISSED * _period_s(writer):
         return ""
     host = writer.get("hostname")
     where = f" (rank 0 on {host})" if isinstance(host, str) and host else ""

@@ -53,7 +53,7 @@ _FREE_BYTES = 2**20
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Convert a write error to one that names file and host."""
     full = os.strerror(errno.ENOSPC)
     try:
@@ -78,7 +78,7 @@ def replacing(path: Path) -> Iterator[Path]:
         ResultsError: it cannot be written; names file and host.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -106,7 +106,7 @@ def move_files(source: Path, directory: Path) -> None:
         ResultsError: one cannot be replaced; names file and host.
     """
     for path in sorted(source.iterdir()):
-        with _writing(directory / path.name):
+        with writing(directory / path.name):
             path.replace(directory / path.name)
 
 
@@ -146,7 +146,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
         reserve.unlink(missing_ok=True)
         write_atomically(path, data)
         return
-    with _writing(path):
+    with writing(path):
         with reserve.open("r+b") as file:
             file.write(data)
             file.truncate()
@@ -156,7 +156,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
 
 def _keep_space(reserve: Path, n_bytes: int) -> None:
     """Allocate blocks; only set the length if the file system cannot allocate."""
-    with _writing(reserve), reserve.open("wb") as file:
+    with writing(reserve), reserve.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(n_bytes, _FREE_BYTES))
         except OSError as error:
@@ -175,14 +175,14 @@ class RecordWriter:
             ResultsError: it cannot be written; names file and host. Other methods raise it too.
         """
         self._path = run_dir / f"rank{rank}.jsonl"
-        with _writing(self._path):
+        with writing(self._path):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, records: Iterable[Record]) -> None:
         """Append a line per record, all in one write."""
         data = msgspec.json.Encoder().encode_lines(records)
-        with _writing(self._path):
+        with writing(self._path):
             self._append(data)
 
     def _append(self, data: bytes) -> None:
@@ -197,7 +197,7 @@ class RecordWriter:
             raise
 
     def close(self) -> None:
-        with _writing(self._path):
+        with writing(self._path):
             self._file.close()
 
 

@@ -275,14 +275,15 @@ def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> s
         ConfigError: another optimizer has saved it.
     """
     saved = {key for values in state.values() for key in values} - {OUTER_MOMENTUM}
-    found = saved - {"step", AVERAGE}
     known = (row.keeps for row in OPTIMIZERS.values() if row.make is type(optimizer))
-    kept = next(known, found)  # a user's own may keep any
-    if found and not kept <= found:
-        raise ConfigError(
-            f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
-            f"{' and '.join(sorted(kept))}: give the optimizer that saved it"
-        )
+    kept = next(known, frozenset[str]())  # a user's own may keep any
+    for values in state.values():
+        found = set(values) - {"step", AVERAGE, OUTER_MOMENTUM}
+        if found and not kept <= found:
+            raise ConfigError(
+                f"the state has {' and '.join(sorted(found))} of a parameter, this optimizer keeps "
+                f"{' and '.join(sorted(kept))}: give the optimizer that saved it"
+            )
     return saved if DECAY in optimizer.param_groups[0] else saved - {AVERAGE}
 
 

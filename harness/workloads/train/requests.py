@@ -23,7 +23,7 @@ from harness.domain.files import decode
 from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.inputs import parse_flags, read_file
 from harness.measure.heartbeat import HEADER_FILE
-from harness.measure.store import read_header, write_atomically
+from harness.measure.store import read_header, write_atomically, writing
 from harness.workloads.common.flags import check_above_zero
 
 REQUEST_FILE = "change.request.json"
@@ -66,14 +66,16 @@ def write_request(run_dir: Path, source: Path) -> Request:
 
     Raises:
         ConfigError: the file cannot be read, or another controller's request waits for its answer.
+        ResultsError: the request cannot be written.
     """
     data = read_file(source, "strategy file", ConfigError, is_given=True)
     request = Request(id=uuid.uuid4().hex, source=str(source), data=data)
-    with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".change.") as file:
+    path = run_dir / REQUEST_FILE
+    with writing(path), tempfile.NamedTemporaryFile(dir=run_dir, prefix=".change.") as file:
         file.write(msgspec.json.encode(request))
         file.flush()
         try:
-            os.link(file.name, run_dir / REQUEST_FILE)  # fails if the file exists
+            os.link(file.name, path)  # fails if the file exists
         except FileExistsError:
             raise ConfigError(
                 f"{run_dir} has a request already, which it has not answered: wait for the other "

@@ -123,3 +123,11 @@ def test_a_saved_average_is_left_out_where_none_is_kept(ema, kept):
     optimizer = make_optimizer(parameters, OptimizerOptions(ema=ema), torch.device("cpu"))
     state = {1: {"average": torch.ones(1), "momentum_buffer": torch.ones(1)}}
     assert kept_keys(optimizer, state) == kept
+
+
+def test_a_state_that_lacks_a_part_of_one_parameter_is_refused():
+    options = OptimizerOptions(name="adamw")
+    optimizer = make_optimizer(nn.Linear(1, 1).named_parameters(), options, torch.device("cpu"))
+    whole = {"step": 1, "exp_avg": 1, "exp_avg_sq": 1}
+    with pytest.raises(ConfigError, match="has exp_avg of a parameter, this optimizer keeps exp_a"):
+        kept_keys(optimizer, {0: whole, 1: {"step": 1, "exp_avg": 1}})

@@ -140,7 +140,7 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
     _, engine = one_device("disordered")
     state = whole_state(engine, local_world(0, 1))
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
-    with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
+    with pytest.raises(ConfigError, match="has exp_avg of a parameter, this optimizer keeps m"):
         engine.load_full_state(lambda: other)
     more = {**state, "model": {**state["model"], "head.other": torch.zeros(1)}}
     with pytest.raises(ConfigError, match="the model has not: load the state of the same"):

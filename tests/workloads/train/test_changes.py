@@ -341,6 +341,8 @@ def test_a_change_that_asynchronous_training_cannot_make_is_refused_before_train
 def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path):
     file = tmp_path / "next.json"
     file.write_text("{}")
+    with pytest.raises(ResultsError, match=r"none/change.request.json on .* cannot be written: No"):
+        write_request(tmp_path / "none", file)
     request = write_request(tmp_path, file)
     with pytest.raises(ConfigError, match="has a request already"):
         write_request(tmp_path, file)
