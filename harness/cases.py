@@ -27,8 +27,6 @@ from harness.workloads.common.contract import Need, Workload, config_json
 
 _log = logging.getLogger(__name__)
 
-_FINISHED = ("ok", "oom")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -204,11 +202,16 @@ def adjacent_cases(cases: Sequence[Case]) -> list[list[int]]:
     return [list(positions) for _, positions in groups]
 
 
+def _is_finished(header: RunHeader) -> bool:
+    """Whether a run needs no other launch; one that saves states goes on if memory was short."""
+    return header.status == "ok" or (header.status == "oom" and not header.config.get("save_every"))
+
+
 def exit_code(headers: Sequence[RunHeader]) -> int:
     """That of a launch: 0 if no run failed, `EXIT_CODE` if another launch would fail likewise, else
     1. A run that ranks were lost from has not failed if the run that goes on is ok."""
     gone_on = {header.config.get("continues") for header in headers}
-    failed = {h.status for h in headers if h.status not in _FINISHED and h.run_id not in gone_on}
+    failed = {h.status for h in headers if not _is_finished(h) and h.run_id not in gone_on}
     return EXIT_CODE if failed == {"invalid"} else int(bool(failed))
 
 
@@ -225,7 +228,7 @@ def finished_repeats(results: Path, ranks: Sequence[RankInfo] = ()) -> dict[str,
             _log.warning("--resume passes over a run: %s", error)
     done: dict[str, list[RunHeader]] = {}
     for header in sorted(headers.values(), key=lambda header: header.start_utc):
-        if header.status in _FINISHED and _has_variables(header, ranks):
+        if _is_finished(header) and _has_variables(header, ranks):
             done.setdefault(header.key, []).append(header)
     return done
 

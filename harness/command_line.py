@@ -55,8 +55,8 @@ workloads run and compare training strategies for --model at the global batch --
 In a launch of several workloads (`+`) such a flag, given once, holds for all.
 Draw figures and the report from results with: python -m harness.plot results/
 
-exit codes: 0 every run is ok or out of memory, 1 a run failed and no other run completed it,
-  2 bad input, 130 interrupted (under mpirun 1)
+exit codes: 0 every run is ok or out of memory (of those with --save-every: ok), 1 a run failed and
+  no other run completed it, 2 bad input, 130 interrupted (under mpirun 1)
 """
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from made_runs import header_of, workload_of, world_of
 
 from harness import launch
-from harness.cases import Case, PlannedRun, exit_code, remaining_repeats
+from harness.cases import Case, PlannedRun, exit_code, finished_repeats, remaining_repeats
 from harness.launch import Launcher
 from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.store import read_header, write_header
@@ -71,6 +71,17 @@ def test_a_run_that_lost_a_rank_counts_by_the_one_that_goes_on(last, code):
     lost = header_of(run_id="a", status="crash")
     assert exit_code([lost]) == exit_code([lost, header_of(run_id="b", status="invalid")]) == 1
     assert exit_code([lost, header_of(status=last, config={"continues": "a"})]) == code
+
+
+@pytest.mark.parametrize(("save_every", "code"), [(None, 0), (20, 1)])
+def test_a_training_that_saves_its_state_has_not_ended_when_memory_is_short(
+    save_every, code, tmp_path
+):
+    run = header_of(status="oom", config={"save_every": save_every})
+    (tmp_path / run.run_id).mkdir()
+    write_header(tmp_path / run.run_id, run)
+    assert exit_code([run]) == code
+    assert len(finished_repeats(tmp_path)) == 1 - code
 
 
 class Answers:
