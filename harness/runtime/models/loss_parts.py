@@ -179,7 +179,7 @@ def _is_outside(own: OwnLoss, position: int, value: float) -> bool:
 def _is_of_means(own: OwnLoss, slot: Slot) -> bool:
     """Whether a value is a mean over samples by its form: one of torch's losses, a multiple or,
     where all samples count, a sum of such."""
-    makers = [call for call in own.calls if slot in slots_in(call.result)]
+    makers = [call for call in own.calls if slot in slots_in((call.result, call.written))]
     if len(makers) != 1:
         return False
     (call,) = makers

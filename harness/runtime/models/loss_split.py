@@ -7,11 +7,13 @@ model is trained without them. A loss that this cannot express stays inside the 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -31,13 +33,27 @@ class CallRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self._sharing: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)  # by memory
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        given = tensors_within((args, kwargs))
+        versions = [0 if x.is_inference() else x._version for x in given]
         result = function(*args, **(kwargs or {}))
-        self.calls.append(Call(function, args, kwargs or {}, result))
+        for x in (*given, *tensors_within(result)):
+            self._sharing[_memory(x)][id(x)] = x
+        written: dict[int, Tensor] = {}
+        for x, version in zip(given, versions, strict=True):
+            if x is result if x.is_inference() else x._version != version:
+                written |= self._sharing[_memory(x)]
+        self.calls.append(Call(function, args, kwargs or {}, result, [*written.values()]))
         return result
+
+
+def _memory(x: Tensor) -> int:
+    """Of a tensor, or of itself if it has none of its own, as sparse ones."""
+    return int(x.untyped_storage()._cdata) if torch._C._has_storage(x) else id(x)
 
 
 class SplitLoss(NamedTuple):
@@ -60,7 +76,7 @@ class SplitLoss(NamedTuple):
         read = [named.get(name) for name in self.loss.outputs]
         if not all(isinstance(x, Tensor) for x in read):
             return False
-        found = _Trail(run.calls).to(read, run.given)  # type: ignore[arg-type]
+        found = _Trail(run.calls).to(read, (), run.given)  # type: ignore[arg-type]
         return self.before == _functions(run.calls, found)
 
 
@@ -115,18 +131,23 @@ def split_loss(
     outputs = {key: x for key, x in outputs.items() if key in others}
     given, trail = run.given, _Trail(run.calls)
     loss: Tensor = named_outputs(run.output)[name]
-    found = trail.to([loss], (*outputs.values(), *given))
+    found = trail.to([loss], outputs.values(), given)
     read = {key: x for key, x in outputs.items() if id(x) in found.ends}
     labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
     if found.unknown or not read:
         return "its loss reads values that it does not return"
-    ends = (*(others[key] for key in outputs), *again.given)
-    refound = _Trail(again.calls).to([named_outputs(again.output)[name]], ends)
+    ends = [others[key] for key in outputs]
+    refound = _Trail(again.calls).to([named_outputs(again.output)[name]], ends, again.given)
     if _functions(run.calls, found) != _functions(again.calls, refound):
         return (
             f"its loss of {run.n_samples} samples is computed by other functions than that of "
             f"{again.n_samples}"
         )
+    before = trail.to(read.values(), (), given)
+    also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
+    kept = (*read.values(), *(given[k] for k in also_read))
+    if any(trail.is_written_in(found, x) for x in kept):
+        return "it changes in place what its loss reads"
     pairs = zip(sorted(found.calls), sorted(refound.calls), strict=True)
     sizes = run.n_samples, again.n_samples
     originals = [_with_counts(run.calls[k], again.calls[j], *sizes) for k, j in pairs]
@@ -151,8 +172,6 @@ def split_loss(
             break
     else:
         return flaws[0]
-    before = trail.to(read.values(), given)
-    also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
     own = replace(own, left_out=labels_left_out(own))
     return SplitLoss(own, labels, also_read, _functions(run.calls, before))
 
@@ -172,17 +191,19 @@ class _Trail:
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
         self._makers: defaultdict[int, list[int]] = defaultdict(list)
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)
         for number, call in enumerate(calls):
             given = tensors_within((call.args, call.kwargs))
-            made = {id(x) for x in tensors_within(call.result)} - {id(x) for x in given}
-            if _is_in_place(call):
-                made.add(id(given[0]))
-            for key in made:
+            for key in {id(x) for x in tensors_within(call.result)} - {id(x) for x in given}:
                 self._makers[key].append(number)
+            for x in call.written:
+                self._writers[id(x)].append(number)
 
-    def to(self, goals: Iterable[Tensor], ends: Iterable[Tensor]) -> _Found:
-        """What leads to tensors, going back to `ends`."""
-        stops = {id(x) for x in ends}
+    def to(
+        self, goals: Iterable[Tensor], outputs: Iterable[Tensor], given: Iterable[Tensor]
+    ) -> _Found:
+        """What leads to tensors, going back to outputs, as they are returned, and inputs."""
+        whole, stops = {id(x) for x in outputs}, {id(x) for x in given}
         found = _Found(set(), set(), set())
         waiting, seen = [id(x) for x in goals], set[int]()
         while waiting:
@@ -190,28 +211,28 @@ class _Trail:
             if key in seen:
                 continue
             seen.add(key)
-            if key in stops:
+            if key in whole or key in stops:
                 found.ends.add(key)
-                continue
-            if not self._makers[key]:
+            elif not self._makers[key]:
                 found.unknown.add(key)
-            for number in self._makers[key]:
+            for number in () if key in whole else (*self._makers[key], *self._writers[key]):
                 found.calls.add(number)
                 call = self._calls[number]
                 waiting += [id(x) for x in tensors_within((call.args, call.kwargs))]
         return found
 
+    def is_written_in(self, found: _Found, x: Tensor) -> bool:
+        """Whether a tensor is changed after the first call of a trail that reads it."""
+        readers = (
+            number
+            for number in found.calls
+            if any(x is y for y in tensors_within(self._calls[number][1:3]))
+        )
+        return max(self._writers[id(x)], default=-1) >= min(readers, default=math.inf)
+
 
 def _functions(calls: Sequence[Call], found: _Found) -> tuple[Callable[..., Any], ...]:
     return tuple(calls[k].function for k in sorted(found.calls))
-
-
-def _is_in_place(call: Call) -> bool:
-    name = call.name
-    is_changing = name in ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__") or (
-        name.endswith("_") and not name.endswith("__")
-    )
-    return is_changing and bool(tensors_within(call.args))
 
 
 def _with_counts(call: Call, other: Call, n_samples: int, n_others: int) -> Call:
@@ -241,7 +262,9 @@ def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:
         return slots.setdefault(id(leaf), Slot(len(slots)))
 
     args, kwargs = pytree.tree_map(slot_of, (call.args, call.kwargs))
-    return Call(call.function, args, kwargs, pytree.tree_map(slot_of, call.result))
+    result = pytree.tree_map(slot_of, call.result)
+    written = [slots[id(x)] for x in call.written if id(x) in slots]
+    return Call(call.function, args, kwargs, result, written)
 
 
 def _summed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,17 @@ _SAME = {"long", "to", "view", "reshape", "squeeze", "unsqueeze", "flatten", "__
 
 
 class Call(NamedTuple):
-    """A call of one of torch's functions."""
+    """A call of one of torch's functions.
+
+    Attributes:
+        written: known tensors whose memory it changes.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    written: Sequence[Any] = ()
 
     @property
     def name(self) -> str:
@@ -140,7 +145,7 @@ class OwnLoss:
         slot, n_classes, ignored = self.counted
         before, wanted = [], {slot}
         for call in reversed(self.calls):
-            if wanted & slots_in(call.result):
+            if wanted & slots_in((call.result, call.written)):
                 before.append(call)
                 wanted |= slots_in((call.args, call.kwargs))
         given = (*[None] * len(self.outputs), *self.labels_of(targets))
@@ -292,9 +297,11 @@ def slots_in(value: Any) -> set[Slot]:
     return {leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Slot)}
 
 
-def _run(calls: Iterable[Call], given: Sequence[Any], device: torch.device) -> dict[Slot, Any]:
-    """Repeat calls; returns the values of slots."""
+def _run(calls: Sequence[Call], given: Sequence[Any], device: torch.device) -> dict[Slot, Any]:
+    """Repeat calls; returns the values of slots. What is given keeps its values."""
     values: dict[Slot, Any] = {Slot(k): value for k, value in enumerate(given)}
+    written = slots_in([call.written for call in calls]) & values.keys()
+    values |= {slot: values[slot].clone() for slot in written}
     n_samples = next(len(value) for value in given if value is not None)
 
     def filled(leaf: Any) -> Any:

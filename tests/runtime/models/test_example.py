@@ -430,6 +430,74 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean():
     assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 2)
 
 
+IN_PLACE = {
+    "and": lambda mask, labels: mask.__iand__(labels != 2),
+    "view": lambda mask, labels: mask.view(-1).logical_and_(labels != 2),
+    "item of a view": lambda mask, labels: mask.view(-1).__setitem__(labels == 2, False),
+    "data": lambda mask, labels: mask.data.logical_and_(labels != 2),
+    "out": lambda mask, labels: torch.logical_and(mask, labels != 2, out=mask),
+    "detached": lambda mask, labels: mask.copy_(masked_without_gradients(labels)),
+}
+
+
+@torch.inference_mode()
+def masked_without_gradients(labels):
+    mask = labels != 1
+    return mask.logical_and_(labels != 2)
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_a_loss_changes_in_place_is_changed_in_the_trained_one(change):
+    class Masked(nn.Linear):
+        def forward(self, x, labels):
+            logits, mask = super().forward(x), labels != 1
+            change(mask, labels)
+            loss = F.cross_entropy(logits, labels, reduction="none") * mask
+            return {"loss": loss.mean(), "logits": logits}
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Masked(4, 6), {"x": x, "labels": labels}), OPTIONS)
+    assert isinstance(task, LabelledTask)
+    assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 3)
+
+
+PADS = {
+    "label": lambda labels: labels.masked_fill_(labels == 1, -100),
+    "view": lambda labels: labels.view(-1).__setitem__(labels == 1, -100),
+    "copy": lambda labels: labels.clone().masked_fill_(labels == 1, -100),
+    "less": lambda labels: labels.sub_(1),
+}
+
+
+@pytest.mark.parametrize("change", PADS.values(), ids=PADS)
+def test_labels_that_a_loss_changes_in_place_count_as_changed_and_stay_as_they_are(change):
+    class Padded(nn.Linear):
+        def forward(self, x, labels):
+            logits, changed = super().forward(x), change(labels)
+            loss = F.cross_entropy(logits, labels if changed is None else changed)
+            return {"loss": loss, "logits": logits}
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Padded(4, 6), {"x": x, "labels": labels.clone()}), OPTIONS)
+    n_counted = task.count_targets(labels)
+    assert n_counted == (3 if change is PADS["less"] else 2)
+    assert_mean(task, x, labels, task.model.model(x, labels.clone())["loss"], n_counted)
+    assert labels.tolist() == [1, 2, 3]
+
+
+def test_outputs_that_are_changed_after_the_loss_keep_it_in_the_model():
+    class Doubled(nn.Linear):
+        def forward(self, x, labels):
+            logits = super().forward(x)
+            loss = (logits.sum(1) - labels).square().mean()
+            return {"loss": loss, "logits": logits.mul_(2)}
+
+    x, labels = torch.rand(3, 4), torch.tensor([0.5, 1.0, 2.0])
+    task = task_of("m:f", (Doubled(4, 6), {"x": x, "labels": labels}), OPTIONS)
+    assert task.reason == "it changes in place what its loss reads"
+    assert_whole(task, task.model.model.model(x, labels)["loss"], x, labels)
+
+
 @pytest.mark.parametrize("form", ["contrast", "hidden"])
 def test_a_loss_that_compares_samples_or_reads_more_than_outputs_stays_in_the_model(form):
     x, labels = torch.rand(2, 4), torch.tensor([0.5, -1.0])
