@@ -41,7 +41,7 @@ from harness.runtime.engines.optimizers import (
 from harness.runtime.engines.replicas import check_alike
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.run.held_out import evaluate_held_out
+from harness.runtime.executor.run.evaluation import evaluate_held_out
 from harness.runtime.executor.shards.loss import Metric
 from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.groups import OptimizerGroups

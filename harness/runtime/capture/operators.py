@@ -348,6 +348,10 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
     )
 
 
+# Those that return a tensor alone.
+_DROPOUTS = {name for name in SOMETIMES_RANDOM if "dropout" in name} - {"native_dropout"}
+
+
 class DropoutOff(TorchFunctionMode):
     """Lets torch's functions drop nothing in the block."""
 
@@ -355,7 +359,7 @@ class DropoutOff(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given, named = function_name(func), list(args), dict(kwargs or {})
-        if "dropout" in name:
+        if name in _DROPOUTS:
             return given[0] if given else named["input"]
         if name == "scaled_dot_product_attention":
             given[4:5] = [0.0][: len(given[4:])]

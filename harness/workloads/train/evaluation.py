@@ -16,7 +16,7 @@ from harness.runtime.data import open_held_out
 from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import Engine
-from harness.runtime.executor.run.held_out import evaluate_held_out
+from harness.runtime.executor.run.evaluation import evaluate_held_out
 from harness.runtime.faithfulness.comparison import evaluates_alike
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.shared_build import build_on_host

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from harness.domain.sharding import may_have_copies
 from harness.runtime.capture.capture import capture
-from harness.runtime.capture.operators import draws_random, is_dropout
+from harness.runtime.capture.operators import DropoutOff, draws_random, is_dropout
 
 
 @fx.wrap
@@ -83,3 +83,27 @@ def test_what_draws_is_told_by_module_function_and_probability(model):
 def test_what_may_differ_between_devices_has_no_copies(model, may_have):
     operator = capture(task_on(model, 3, 4), 2, "model").graph.operators[1]
     assert may_have_copies(operator) is may_have
+
+
+def attention_by_a_function(x):
+    heads, out, bias = torch.eye(8).repeat(3, 1), torch.eye(8), torch.zeros(8)
+    options = (None, None, False, 0.5, out, bias)
+    found = F.multi_head_attention_forward(x, x, x, 8, 2, heads, None, *options, training=True)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        attention_by_a_function,
+        lambda x: torch.dropout_(x.clone(), 0.5, True),
+        lambda x: torch.ops.aten.dropout.default(x, 0.5, True),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    ],
+)
+def test_functions_that_are_called_as_in_training_drop_nothing(drop):
+    x = torch.arange(1.0, 65.0).view(4, 2, 8)
+    with DropoutOff():
+        found, again = drop(x), drop(x)
+    assert found.ne(0).all()
+    torch.testing.assert_close(found, again, rtol=0, atol=0)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from harness.runtime.data.batch import Batch, MemoryData
-from harness.runtime.executor.run.held_out import evaluate_held_out
+from harness.runtime.executor.run.evaluation import evaluate_held_out
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
 
