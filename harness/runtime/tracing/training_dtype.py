@@ -154,7 +154,30 @@ def follow_training_dtype(module: fx.GraphModule, narrow: fx.GraphModule) -> Non
     Args:
         narrow: the export under autocast.
     """
-    _follow(_pairs(module.graph, narrow.graph))
+    own: dict[fx.Node, fx.Node] = {}
+    for node, twin, is_inserted in _pairs(module.graph, narrow.graph):
+        given = tree_leaves((twin.args, twin.kwargs))
+        if is_inserted:
+            source, cast = own[given[0]], DtypeCast(to_autocast=_is_cast(twin, _NARROW))
+            with node.graph.inserting_before(node):
+                own[twin] = node.graph.call_function(cast, (source,))
+            own[twin].meta = {**twin.meta, "val": source.meta["val"]}
+            continue
+        own[twin] = node
+        if AUTOCAST in twin.meta:  # a region that is entered under autocast only
+            node.meta[AUTOCAST] = twin.meta[AUTOCAST]
+        leaves, structure = tree_flatten((node.args, node.kwargs))
+        nodes = [
+            own[x] if isinstance(x, fx.Node) else y for x, y in zip(given, leaves, strict=True)
+        ]
+        node.args, node.kwargs = tree_unflatten(nodes, structure)
+        if _is_cast(twin, _NARROW) and not _is_cast(node, _NARROW):
+            node.target, node.kwargs = DtypeCast(to_autocast=True), {}
+            node.args = node.args[:1]
+        elif _is_draw(twin, _NARROW) and _is_draw(node, torch.float32):
+            node.target = DtypeDraw(node.target)
+        elif _is_fill(twin, _NARROW) and _is_fill(node, torch.float32):
+            node.target = MaskedFill(node.target)
     module.recompile()
 
 
@@ -227,30 +250,3 @@ def _form(node: fx.Node) -> tuple[Any, ...]:
     name = function_name(node.target) if node.op == "call_function" else ""
     leaves = tree_leaves((node.args, node.kwargs))
     return node.op, name, *(isinstance(x, fx.Node) for x in leaves)
-
-
-def _follow(pairs: list[_Twins]) -> None:
-    own: dict[fx.Node, fx.Node] = {}
-    for node, narrow, is_inserted in pairs:
-        given = tree_leaves((narrow.args, narrow.kwargs))
-        if is_inserted:
-            source, cast = own[given[0]], DtypeCast(to_autocast=_is_cast(narrow, _NARROW))
-            with node.graph.inserting_before(node):
-                own[narrow] = node.graph.call_function(cast, (source,))
-            own[narrow].meta = {**narrow.meta, "val": source.meta["val"]}
-            continue
-        own[narrow] = node
-        if AUTOCAST in narrow.meta:  # a region that is entered under autocast only
-            node.meta[AUTOCAST] = narrow.meta[AUTOCAST]
-        leaves, structure = tree_flatten((node.args, node.kwargs))
-        nodes = [
-            own[x] if isinstance(x, fx.Node) else y for x, y in zip(given, leaves, strict=True)
-        ]
-        node.args, node.kwargs = tree_unflatten(nodes, structure)
-        if _is_cast(narrow, _NARROW) and not _is_cast(node, _NARROW):
-            node.target, node.kwargs = DtypeCast(to_autocast=True), {}
-            node.args = node.args[:1]
-        elif _is_draw(narrow, _NARROW) and _is_draw(node, torch.float32):
-            node.target = DtypeDraw(node.target)
-        elif _is_fill(narrow, _NARROW) and _is_fill(node, torch.float32):
-            node.target = MaskedFill(node.target)

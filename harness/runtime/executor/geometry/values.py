@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.errors import ModelError, first_line
 from harness.runtime.capture.capture import Captured
@@ -61,16 +62,12 @@ class _Recording(fx.Interpreter):
         changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
         if changed:
             self.writes[n] = changed[0]
-        self.found[n] = _summary(value)
+        self.found[n] = tree_map_only(Tensor, _meta_of, value)
         return value
 
 
-def _summary(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return TensorMeta(tuple(value.shape), value.dtype, value.requires_grad)
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(_summary(part) for part in value)
-    return value
+def _meta_of(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 class MetaModel:
@@ -142,12 +139,6 @@ class MetaModel:
                 tensors[node] = value
             elif isinstance(value, torch.device):
                 constants[node] = self.device
-            elif not _has_tensors(value):
+            elif not any(isinstance(part, TensorMeta) for part in tree_leaves(value)):
                 constants[node] = value
         return Values(tensors, constants, writes)
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, TensorMeta):
-        return True
-    return isinstance(value, (tuple, list)) and any(_has_tensors(part) for part in value)
