@@ -17,7 +17,8 @@ Usage: bash setup/install.sh [options]
   --force           install again even if nothing has changed
 
 Writes .venv and training_harness.egg-info in this checkout, and caches of pip, uv and bytecode. As root,
-or with sudo, also installs missing Debian packages for the virtual cluster (sshd, iproute2, iperf3).
+or with sudo, also installs missing Debian packages: sshd, iproute2 and iperf3 for the virtual cluster, git
+for tests.
 TEXT
 }
 
@@ -71,6 +72,7 @@ missing_packages() {
     has ssh || echo openssh-client
     has ip && has tc || echo iproute2
     has iperf3 || echo iperf3
+    [[ -z $extra ]] || has git || echo git
     local base
     if base=$(find_base); then
         can_import "$base" ensurepip || has uv || venv_package "$base"

@@ -560,7 +560,7 @@ def test_times_of_nothing_are_refused():
     ("flags", "message"),
     [
         ("--batch-size 4 --per-device-batch 2", "give one of them"),
-        ("--optimizer momentum", "invalid choice: 'momentum' (choose from 'sgd', 'adamw')"),
+        ("--optimizer momentum", "argument --optimizer: invalid choice: 'momentum'"),
         ("--momentum -1", "--momentum -1 must be at least 0"),
         ("--strategies dpd", "--strategies dpd is unknown: use single, ddp"),
         ("--model vgg16 --per-device-batch 0", "must be above 0"),

@@ -72,7 +72,9 @@ def test_a_host_without_pythons_headers_is_refused_with_the_remedy(monkeypatch, 
         compiling.compiled_by_torch(torch.relu, torch.device("cpu"))
 
 
-def test_a_gpu_that_triton_has_no_code_for_is_refused(monkeypatch):
+def test_a_gpu_that_triton_has_no_code_for_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
