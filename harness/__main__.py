@@ -335,9 +335,6 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     failure: BaseException | None = None
     try:
         parsed, cases = _read(argv, launch)
-    except BrokenPipeError:  # nobody reads `--help` to its end
-        errors.drop_output()
-        failure = SystemExit(0)
     except BaseException as error:
         failure = error
     # After a failure too, so that rank 0's agent hears of it.
@@ -348,6 +345,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         return 0
     options = parsed[0].options
     if options.dry_run:
+        channel.leave()
         if launch.rank == 0:
             print_dry_run(cases, options, launch.size)
         return 0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, printing
 from harness.inputs import parse_flags, refuse_old_spelling
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def _parse(argv: list[str]) -> Parsed:
     return Parsed(name, kind(**given), parsed.run)
 
 
+@printing()
 def parse_all(argv: list[str]) -> list[Parsed]:
     """Parse workloads that are separated by `+`; a flag of the launch holds for all of them."""
     words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
@@ -213,6 +214,7 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
     return texts
 
 
+@printing()
 def print_dry_run(cases: list[Any], options: RunOptions, n_ranks: int) -> None:
     """Print every run in order, each after the needs that no earlier run meets."""
     from harness.cases import adjacent_cases, case_of, needs_of, swept_flags

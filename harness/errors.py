@@ -146,6 +146,22 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         return EXIT_CODE
 
 
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """End in one line if the output cannot be written (a full disk), and silently where nobody
+    reads it to its end (`| head`)."""
+    try:
+        try:
+            yield
+        finally:
+            flush_output()
+    except OSError as error:
+        drop_output()
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(0) from None
+        raise HarnessError(f"the output cannot be written: {error}") from None
+
+
 def replace_unprintable() -> None:
     """Print escapes for characters that the terminal's encoding lacks, such as of file names."""
     for stream in (sys.stdout, sys.stderr):

@@ -333,3 +333,12 @@ def test_tables_that_find_no_room_are_missed_aloud_but_not_those_that_nobody_rea
         program._print_results([], Path("r"), has_report=True)
     (said,) = caplog.messages
     assert said.endswith("No space left on device): results are in r")
+
+
+@pytest.mark.parametrize("words", ["--help", "links --help", "control --help", "links --dry-run"])
+def test_a_full_disk_under_the_output_is_said_in_one_line(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        said = refused(*words.split())
+    assert said == "the output cannot be written: [Errno 28] No space left on device"

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness.domain.record import MAX_TEXT, Label, Sample, SpanKind
 from harness.measure.reached import Reached
-from harness.measure.store import replacing
+from harness.measure.store import replacing, writing
 from harness.runtime.ranks.world import Context
 
 TRACE_FILE = "rank{rank}.pt.trace.json.gz"
@@ -84,8 +84,10 @@ def trace_steps(step: Callable[[], object], n_steps: int, context: Context) -> N
 def _write(profiler: Any, path: Path) -> None:
     with replacing(path) as temporary, TemporaryDirectory() as folder:
         plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(temporary, "wb") as target:
+        with writing(plain):  # a full disk leaves no file, without an error
+            profiler.export_chrome_trace(str(plain))
+            source = plain.open("rb")
+        with source, gzip.open(temporary, "wb") as target:
             shutil.copyfileobj(source, target)
 
 

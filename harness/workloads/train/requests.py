@@ -20,7 +20,7 @@ import msgspec
 import tyro
 
 from harness.domain.files import decode
-from harness.errors import ConfigError, HarnessError, ResultsError
+from harness.errors import ConfigError, HarnessError, ResultsError, printing
 from harness.inputs import parse_flags, read_file
 from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import read_header, write_atomically, writing
@@ -187,6 +187,7 @@ def _wait(options: ControlOptions, request: Request) -> ChangeAnswer:
     )
 
 
+@printing()
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse_flags(ControlOptions, argv, "entry.sh control")
