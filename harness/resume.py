@@ -146,7 +146,8 @@ def find_resumed(
 ) -> RunHeader | Continuation | None:
     """The run by which other ranks have ended a planned one, or how it goes on; None if it begins.
 
-    Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
+    Logs a line about an earlier run that has ended it, or whose state is loaded, or could be; rank
+    0 only.
     """
     earlier = find_earlier(results, plan, planned, n_started)
     resumable = _first_resumable(results, plan, earlier, fetch)
@@ -154,7 +155,11 @@ def find_resumed(
         return None
     last, found = resumable
     if found is None:
-        return last.header if last.header.config.get("continues") else None
+        if not last.header.config.get("continues"):
+            return None
+        hosts = ", ".join(dict.fromkeys(info.hostname for info in last.header.ranks))
+        _log.info("%s: done, by %s on %s", plan.title, last.header.run_id, hosts)
+        return last.header
     _log.info("%s: %s", plan.title, last.text(found))
     return None if last.refusal else found
 

@@ -276,6 +276,14 @@ def test_a_newer_run_without_a_state_is_passed_over(runs):
     assert find_resumed(runs.first.parent, planned[0], planned, 3).run_id == "a"
 
 
+def test_a_run_that_others_have_ended_is_named_with_their_hosts(runs, caplog):
+    caplog.set_level("INFO")
+    write_run(runs.first.parent, "b", 3, continues="a", status="ok")
+    planned = planned_of(CASE)
+    assert find_resumed(runs.first.parent, planned[0], planned, 3).run_id == "b"
+    assert caplog.messages == [f"{planned[0].title}: done, by b on a"]
+
+
 def with_strategy(strategy, **more):
     return replace(CASE, strategy=strategy, **more)
 
