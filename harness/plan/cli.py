@@ -225,9 +225,9 @@ def planned_for(args: argparse.Namespace, strategy: Strategy) -> Strategy:
 
 
 def _profiled_kind(args: argparse.Namespace) -> str | None:
-    """The kind of device of the profile that is given or found; None when it does not say."""
+    """The kind of device of the profile that gives the times; None when it does not say."""
     path = args.profile
-    if path is None and args.model is not None:
+    if path is None and args.model is not None and args.rates is None:
         path = _default_profile(args, args.model)
     if path is None or not path.is_file():
         return None

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, Strategy, check_fresh, validate
 from harness.errors import StrategyError
+from harness.plan.cli import cluster_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
 
@@ -316,6 +318,17 @@ def test_predict_warns_of_a_tied_weight_that_is_cut_unlike(tmp_path, printed, di
     files = ("--graph", tmp_path / "g.json", "--strategy", tmp_path / "s.json")
     said = printed("predict", hardware, *files).err
     assert ("warning: a and b share a weight and do not cut it alike" in said) == is_warned
+
+
+@pytest.mark.parametrize(("rates", "kind"), [(None, "RTX"), ("1e12,1e11", "device")])
+def test_rates_are_not_of_the_kind_that_was_profiled(tmp_path, rates, kind):
+    point = Measurement(device_kind="RTX", operator="a", forward_s=1.0, backward_s=1.0)
+    profile = Profile(model="m", measurements=[point])
+    (tmp_path / "profile-m.json").write_bytes(profile.to_json())
+    given = {"topology": "2x1", "bandwidth": "1e9", "memory": "1GB", "model": "m", "rates": rates}
+    absent = dict.fromkeys(("cluster", "device_kind", "profile", "dtype"))
+    args = Namespace(**given, **absent, cost="simulator", results=tmp_path)
+    assert [device.kind for device in cluster_from(args).devices] == [kind] * 2
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")

@@ -403,6 +403,13 @@ def test_microbatches_are_searched_in_multiples_of_the_devices_too():
     assert microbatch_counts(simulator, 5) == [1, 2, 3, 4]
 
 
+def test_fewer_samples_than_devices_have_a_pipeline():
+    graph, profile = layers(7, batch=1)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    names = [one.name for one in standard_strategies(Simulator(graph, profile, cluster), 1)]
+    assert [name for name in names if "pipeline" in name] == ["pipeline of 3, 1 microbatch"]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_standard_pipeline_does_not_send_wide_outputs(schedule):
     """Stages of equal time would cut behind `wide`, whose output takes seconds to cross."""

@@ -82,7 +82,7 @@ def _alone(one: Priced, advice: Advice) -> str:
 
 def _in_words(one: Priced) -> str:
     """Its strategy within a sentence."""
-    name = re.sub(r", (\d+ microbatches)", r" in \1", one.name)
+    name = re.sub(r", (\d+ microbatch)", r" in \1", one.name)
     saved = one.label.removeprefix(one.name).removeprefix(", ")
     saved = saved.replace("sharded optimizer", "sharded optimizer state")
     saved = saved.replace("_in_node", " within nodes")

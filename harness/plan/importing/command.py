@@ -131,6 +131,8 @@ def _bandwidth(args: argparse.Namespace, points: list[CollectivePoint], said: li
     sums = [point for point in points if point.operation == "all_reduce"]
     cluster = msgspec.structs.replace(cluster_from(args), collectives=sums)
     inside, between = (cluster.curves(spans_nodes=spans) for spans in (False, True))
+    for path in args.collectives:  # before a bandwidth is asked for, which would not help
+        check_hosts(path, cluster)
     if not (between if len(cluster.nodes) > 1 else inside):
         of = f" of more ranks than a node of {args.topology} has" if inside else ""
         raise ConfigError(

@@ -1,7 +1,7 @@
 """CSV tables of others, bounded and checked.
 
 A column of times may be in another unit than asked for: `forward_ms` or `forward (us)` is read as
-`forward_s`.
+`forward_s`. A time that is asked for without a unit is in seconds.
 """
 
 import csv
@@ -101,8 +101,9 @@ def _asked(name: str, columns: Sequence[str]) -> tuple[str, float]:
         if name.lower() == column.lower():
             return column, 1.0
         asked = _TIME.fullmatch(column.lower())
-        if time is not None and asked is not None and time["base"] == asked["base"]:
-            return column, UNITS_S[time["unit"]] / UNITS_S[asked["unit"]]
+        base, unit_s = (asked["base"], UNITS_S[asked["unit"]]) if asked else (column.lower(), 1.0)
+        if time is not None and time["base"] == base:
+            return column, UNITS_S[time["unit"]] / unit_s
     return name, 1.0
 
 

@@ -33,6 +33,7 @@ from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.network import SLOWER, Network
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
+from harness.units import format_count
 
 ALL_SUBSETS_UP_TO = 4  # devices
 
@@ -226,12 +227,12 @@ def _has_like_plans(strategy: Strategy, graph: Graph) -> bool:
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:
-    """One, two and four for each device, as far as there are samples; one in all where an operator
-    needs the whole batch."""
+    """One, two and four for each device, as far as there are samples, of which each is one where
+    devices are more; one in all where an operator needs the whole batch."""
     if simulator.graph.mixing_operator() is not None:
         return [1]
     n = simulator.cluster.n_devices
-    return [k * n for k in _MICROBATCHES_EACH if k * n <= batch]
+    return [k * n for k in _MICROBATCHES_EACH if k * n <= batch] or [batch]
 
 
 def standard_strategies(
@@ -307,12 +308,12 @@ def _ddp_on_part(simulator: Simulator, batch: int, seconds: Sequence[float]) -> 
 
 
 def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
-    """One stage per device under 1F1B with 1 to 4 microbatches each, and two stages per device
+    """One stage per device under 1F1B with up to 4 microbatches each, and two stages per device
     taken in turn, which shortens fill and drain."""
     n, n_ops = simulator.cluster.n_devices, len(simulator.placed)
     for m in usual_microbatches(simulator, batch):
         if n_ops >= n:
-            name = f"pipeline of {n}, {m} microbatches"
+            name = f"pipeline of {n}, {format_count(m, 'microbatch')}"
             yield balanced_pipeline(simulator, batch, m, name=name)
         if n_ops >= 2 * n and m % n == 0:
             name = f"interleaved pipeline of 2 x {n}, {m} microbatches"

@@ -179,7 +179,7 @@ def _placement(row: Row) -> tuple[int, ...]:
 
 def _runs(folder: Path) -> Iterator[_PolluxRun]:
     for path in _tables(folder):
-        is_placed = has_columns(path, _PLACEMENTS)
+        is_placed = has_columns(path, _PLACEMENTS[:1])
         columns = _PLACEMENTS if is_placed else _SCALABILITY
         for row in read_table(path, columns):
             if row.text(columns[0]) == columns[0]:

@@ -150,7 +150,7 @@ def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
         return [case.microbatches]
     if is_layout(case.strategy):
         return microbatches_of(parse_layout(case.strategy), simulator, case.batch)
-    return usual_microbatches(simulator, case.batch) or [case.batch]
+    return usual_microbatches(simulator, case.batch)
 
 
 def _pipeline(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:

@@ -20,6 +20,7 @@ DDP = builders.ddp(GRAPH, PAIR, 8)
 PIPELINE = msgspec.structs.replace(
     replicated_pipeline(GRAPH, 8, [[0], [1]]), name="pipeline of 2, 4 microbatches"
 )
+ALONE = msgspec.structs.replace(PIPELINE, n_microbatches=1, name="pipeline of 2, 1 microbatch")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,13 @@ PIPELINE = msgspec.structs.replace(
             "none",
             "pipeline of 2 in 4 microbatches (recomputed in segments)",
             "pipeline --schedule 1f1b --microbatches 4 --recompute --recompute-segments 64",
+        ),
+        (
+            ALONE,
+            0,
+            "none",
+            "pipeline of 2 in 1 microbatch",
+            "pipeline --schedule 1f1b --microbatches 1",
         ),
     ],
 )

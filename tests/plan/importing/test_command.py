@@ -316,6 +316,8 @@ def test_hosts_and_groups_of_nccl_tests_count(tmp_path, refused):
     assert {point.n_ranks for point in read_collectives(path)} == {2}
     message = "is of 2 ranks on 2 hosts, and would count as inside a node, because a node has 4 dev"
     assert message in refused(*words, "--topology 2x4")
+    without = [str(word).replace("--bandwidth 1e9", "") for word in words]
+    assert message in refused(*without, "--topology 2x4")  # which has no curve between nodes
     path.write_text("".join(lines[1:]) + table)
     with pytest.raises(DataError, match="groups of 1 and 2 ranks: split the ranks evenly"):
         read_collectives(path)

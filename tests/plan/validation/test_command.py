@@ -249,6 +249,22 @@ def test_placements_without_a_calibration_are_not_judged(tmp_path, validated):
     assert "1+1 GPUs give 1e+03 GB/s or more between nodes" in found["notes"][0]
 
 
+def test_a_step_time_may_be_in_milliseconds(tmp_path, validated, refused):
+    head, *rows = "placement,local_bsz,step_time", "1,8,{}1", "4,8,{}3", "11,8,{}2", "44,8,{}4"
+    found = []
+    for unit, whole, more in (("", "0.", ""), ("_ms", "", "00"), (" (ms)", "", "00")):
+        each = [row.format(whole) + more for row in rows]
+        (folder, _) = repeated(tmp_path / f"in{unit}", head + unit, *each)
+        found.append(validated(folder))
+    assert found[0]["n_expressed"] == 1
+    assert found == found[:1] * 3
+    table = folder / "points.csv"
+    table.write_text(table.read_text().replace("step_time (ms)", "steps"))
+    assert "has no column 'step_time', only 'placement, local_bsz, steps'" in refused(
+        "validate", folder
+    )
+
+
 def test_the_working_directory_is_named_by_its_path(tmp_path, validated, monkeypatch):
     (folder,) = [*repeated(tmp_path, "placement,local_bsz,step_time", "1,8,0.1")][:1]
     monkeypatch.chdir(folder)
