@@ -133,6 +133,11 @@ def test_ranges_that_do_not_overlap_are_said_and_need_seven_of_each():
     assert not verdict([2.0, 3.0], [1.0, 2.5]).is_apart
 
 
+def test_the_ratio_that_is_said_is_that_of_the_medians():
+    said = str(verdict([7.6, 19.9], [12.5, 12.7]))  # Hodges and Lehmann's is 0.976
+    assert said.startswith("inconclusive (1.09 times as long)")
+
+
 def test_noisy_repeats_are_inconclusive_rather_than_the_same():
     judged = verdict(_repeats(1.0, 10, 3, spread=0.5), _repeats(1.0, 10, 4, spread=0.5))
     assert judged.outcome == "inconclusive"
