@@ -140,7 +140,10 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert refusals["metric"].endswith("return one number, the sum over its samples")
         assert refusals["loss"].startswith("a metric is named 'loss', as the loss is")
         assert refusals["unlike metrics"].startswith("rank 1 has the metrics ['normaliser', 'acc")
-        assert refusals["listed metrics"] == "metrics is a list: give a dict of functions by name"
+        assert (
+            refusals["listed metrics"]
+            == "metrics is of type list: give a dict of functions by name"
+        )
         assert refusals["warns"] == str(rank == 0)
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]
@@ -343,8 +346,8 @@ def leave_out(named):
         ({"model": nn.Linear(2, 2), "example": torch.rand(2, 2)}, StrategyError, "another model"),
         ({"model": nn.DataParallel(nn.Linear(2, 2))}, ModelError, "a DataParallel, .* its .module"),
         ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
-        ({"model": lambda: None, "example": None}, ModelError, "the model is a NoneType, not an"),
-        ({"model": "own:net"}, ModelError, "the model is a str, not an nn.Module"),
+        ({"model": lambda: None, "example": None}, ModelError, "the model is of type NoneType"),
+        ({"model": "own:net"}, ModelError, "the model is of type str, not an nn.Module"),
         ({"device": "meta"}, ConfigError, "device is meta, and this host has .* GPUs: give cpu"),
         ({"device": "gpu"}, ConfigError, "device is gpu, and this host has .* GPUs: give cpu"),
         ({"epoch": "1"}, ConfigError, "epoch is '1': give a number, 0 for the first"),
@@ -352,12 +355,12 @@ def leave_out(named):
         ({"max_grad_norm": -1.0}, ConfigError, "max_grad_norm is -1.0: give one above 0"),
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
-        ({"optimizer": lambda named: named}, ConfigError, "returned a list"),
+        ({"optimizer": lambda named: named}, ConfigError, "an object of type list"),
         ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS, whose step takes a closure"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "is an SGD, and a rank"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "is of type SGD, and"),
         ({"example": {"words": torch.rand(2)}}, ModelError, "the model: its forward fails"),
         ({"data": make_data()[:4]}, DataError, "holds 4 samples, one batch"),
-        ({"data": iter(make_data())}, DataError, "^the data is a list_iterator, which has no len"),
+        ({"data": iter(make_data())}, DataError, "^the data is of type list_iterator"),
         ({"data": [{"words": 1}] * 9}, DataError, "sample 0 of the data has words, and the model"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

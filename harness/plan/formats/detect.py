@@ -241,5 +241,5 @@ def as_strategy(given: Strategy | Path | str) -> Strategy:
     if isinstance(given, Strategy):
         return given
     raise StrategyError(
-        f"strategy is a {type(given).__name__}: give its file's path, or the Strategy itself"
+        f"strategy is of type {type(given).__name__}: give its file's path, or the Strategy itself"
     )

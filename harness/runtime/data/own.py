@@ -58,7 +58,7 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
     samples = pair[is_held_out]
     if is_held_out and samples is None:
         raise DataError(
-            f"--evaluate measures held-out samples, --data {name!r} returned a "
+            f"--evaluate measures held-out samples, --data {name!r} returned an object of type "
             f"{type(built).__name__}: return a pair (trained by, held out)"
         )
     return OwnData(f"--data {name!r}", samples, task, offered["seed"])
@@ -94,8 +94,8 @@ class OwnData(BatchedData):
         is_indexed = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
         if not is_indexed or isinstance(samples, IterableDataset):
             raise DataError(
-                f"{name} is a {type(samples).__name__}, which has no length or no samples by "
-                "index: each rank takes its samples by index, so give a map-style Dataset"
+                f"{name} is of type {type(samples).__name__}, which has no length or no samples "
+                "by index: each rank takes its samples by index, so give a map-style Dataset"
             )
         try:
             n_samples = len(samples)
@@ -292,12 +292,12 @@ class OwnData(BatchedData):
             return [sample[name] for name in names]
         if isinstance(sample, tuple | list) and len(sample) == len(self._specs):
             return [sample[k] for k in self._order]
-        n_given = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+        n_given = f" of length {len(sample)}" if isinstance(sample, tuple | list) else ""
         places = sorted(range(len(self._specs)), key=self._order.__getitem__)
         names = [self._specs[k].name or "label" for k in places]
         raise self._error(
             index,
-            f"is a {type(sample).__name__}{n_given}, and the model takes {len(names)} "
+            f"is of type {type(sample).__name__}{n_given}, and the model takes {len(names)} "
             f"({', '.join(names)}): return a dict of them by name, or a tuple in this order",
         )
 

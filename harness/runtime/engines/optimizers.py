@@ -134,8 +134,8 @@ def check_factory(factory: object) -> None:
     """Check that a program gives a function that makes an optimizer."""
     if isinstance(factory, Optimizer):
         raise ConfigError(
-            f"optimizer is an {type(factory).__name__}, and a rank holds slices of the model: give "
-            "a function that makes it of the parameters that it gets"
+            f"optimizer is of type {type(factory).__name__}, and a rank holds slices of the "
+            "model: give a function that makes it of the parameters that it gets"
         )
 
 
@@ -158,14 +158,14 @@ def checked_optimizer(
             )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"the optimizer's factory returned a {type(optimizer).__name__}, not a "
+            f"the optimizer's factory returned an object of type {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer: return the optimizer of the parameters that it is given"
         )
     parts = inspect.signature(optimizer.step).parameters.values()
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parts):
         raise ConfigError(
-            f"the optimizer is an {type(optimizer).__name__}, whose step takes a closure that runs "
-            "the model again, and a strategy runs it once a step: use another, such as AdamW"
+            f"the optimizer is of type {type(optimizer).__name__}, whose step takes a closure that "
+            "runs the model again, and a strategy runs it once a step: use another, such as AdamW"
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [name for name, parameter in named if parameter not in held]:

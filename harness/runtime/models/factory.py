@@ -319,8 +319,8 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
         built, example = built
     if not isinstance(built, nn.Module):
         raise ModelError(
-            f"{name} is a {type(built).__name__}, not an nn.Module: give the model, or the pair "
-            "(model, example inputs)"
+            f"{name} is of type {type(built).__name__}, not an nn.Module: give the model, or the "
+            "pair (model, example inputs)"
         )
     check_model(built)
     is_users = example is not None

@@ -49,9 +49,9 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
         return outputs[given.pop()]
     has = f" with {', '.join(map(str, outputs))}" if outputs else ""
     raise ModelError(
-        f"the model returns a {kind}{has}, and the loss takes one tensor: return that tensor "
-        "alone, or under the name 'logits' in a dict, a named tuple or a dataclass, and a loss of "
-        "its own under the name 'loss'"
+        f"the model returns an output of type {kind}{has}, and the loss takes one tensor: return "
+        "that tensor alone, or under the name 'logits' in a dict, a named tuple or a dataclass, and "
+        "a loss of its own under the name 'loss'"
     )
 
 
@@ -102,7 +102,9 @@ def logits_of(output: Any) -> Tensor:
         return output
     chosen = choose_logits(named_outputs(output), type(output).__name__)
     if not isinstance(chosen, Tensor):
-        raise ModelError(f"the model returns logits that are a {type(chosen).__name__}: a tensor")
+        raise ModelError(
+            f"the model returns logits of type {type(chosen).__name__}: return a tensor"
+        )
     return chosen
 
 

@@ -243,7 +243,10 @@ def test_what_the_model_does_not_read_is_told(caplog):
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        ((torch.rand(3),), "is a tuple of 1, and the model takes 2 \\(input_0, label\\)"),
+        (
+            (torch.rand(3),),
+            "is of type tuple of length 1, and the model takes 2 \\(input_0, label\\)",
+        ),
         ({"x": torch.rand(3), "y": 1}, "has x, y, and the model takes input_0, y: add input_0"),
         ((torch.rand(4), 1), "has input_0 of shape \\(4,\\), and the model takes \\(3,\\)"),
         ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and .* return a loss"),
@@ -253,7 +256,7 @@ def test_what_the_model_does_not_read_is_told(caplog):
         ((torch.rand(3), -100), "has a label that does not count: drop the sample"),
         ((torch.rand(3), 2), "has label 2, and the model has 2 classes: give labels from 0 to 1"),
         ((torch.rand(3), -1), "has label -1, and the model has 2 classes"),
-        (None, "is a NoneType, and the model takes 2"),
+        (None, "is of type NoneType, and the model takes 2"),
     ],
 )
 def test_samples_that_do_not_fit_are_refused(sample, problem):
@@ -329,11 +332,11 @@ def test_a_random_split_is_the_same_on_all_ranks_and_for_evaluation(made):
     ("name", "is_held_out", "problem"),
     [
         ("nothing", False, "--data 'users_data:nothing': .*users_data.py has no callable"),
-        ("endless", False, "is a list_iterator, which has no length"),
-        ("counted", False, "is a ChainDataset, which has no length or no samples by index"),
-        ("forgotten", False, "is a NoneType, which has no length"),
+        ("endless", False, "is of type list_iterator, which has no length"),
+        ("counted", False, "is of type ChainDataset, which has no length or no samples by index"),
+        ("forgotten", False, "is of type NoneType, which has no length"),
         ("broken", False, "sample 0 .* cannot be read \\(OSError: no file 0\\)"),
-        ("data", True, "returned a TensorDataset: return a pair"),
+        ("data", True, "returned an object of type TensorDataset: return a pair"),
     ],
 )
 def test_factories_that_make_no_data_set_are_refused(made, name, is_held_out, problem):

@@ -76,7 +76,9 @@ def test_outputs_of_an_exported_model_are_those_of_the_model(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_outputs_without_logits_are_refused_by_both(name):
     task = task_on(Model(REFUSED[name]))
-    reason = rf"the model returns a {name}.*, and the loss takes one tensor: return that"
+    reason = (
+        rf"the model returns an output of type {name}.*, and the loss takes one tensor: return that"
+    )
     with pytest.raises(ModelError, match=reason):
         capture(task, 4, name)
     with pytest.raises(ModelError, match=reason):
@@ -84,11 +86,11 @@ def test_outputs_without_logits_are_refused_by_both(name):
 
 
 def test_logits_that_are_no_tensor_are_refused():
-    with pytest.raises(ModelError, match="logits that are a list"):
+    with pytest.raises(ModelError, match="logits of type list"):
         logits_of({"logits": [1.0]})
 
 
 def test_an_operator_that_gives_a_tuple_is_not_the_logits():
     recurrent = nn.Sequential(nn.LSTM(4, 3, batch_first=True))
-    with pytest.raises(ModelError, match="returns a tuple"):
+    with pytest.raises(ModelError, match="returns an output of type tuple"):
         capture(task_on(recurrent, 2, 4), 4, "lstm")

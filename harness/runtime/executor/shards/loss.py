@@ -52,7 +52,7 @@ class MetricSums:
         """
         if not isinstance(metrics, Mapping):
             given = type(metrics).__name__
-            raise ConfigError(f"metrics is a {given}: give a dict of functions by name")
+            raise ConfigError(f"metrics is of type {given}: give a dict of functions by name")
         if metrics and isinstance(self._task, BatchLossTask):
             raise ModelError(
                 f"{self._task.model._get_name()} computes the loss of the whole batch itself "

@@ -90,8 +90,8 @@ class PlainState:
             of_number = dict(state["state"])
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(
-                f"the optimizer's state, a {type(state).__name__}, is no state_dict() of a torch "
-                "optimizer: give the one that the plain program saved"
+                f"the optimizer's state, of type {type(state).__name__}, is no state_dict() of a "
+                "torch optimizer: give the one that the plain program saved"
             ) from None
         sizes = [len(numbers) for _, numbers in groups]
         choices = [self._grouped(names)[0] for names in (self._trained, list(self._shapes))]
