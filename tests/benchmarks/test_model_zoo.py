@@ -33,7 +33,10 @@ def test_what_one_device_refuses_is_wrong_to_train():
     found = train_single(case_of("plain"), WHOLE)
     row = _judged(case_of("tuple_output"), found, WHOLE)
     assert row["status"] == "wrong"
-    assert "one device refuses it: ModelError: the model returns a tuple" in row["reason"]
+    assert (
+        "one device refuses it: ModelError: the model returns an output of type tuple"
+        in row["reason"]
+    )
 
 
 def test_narrow_models_are_judged_by_the_rounding_of_one_device():

@@ -50,8 +50,8 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
     has = f" with {', '.join(map(str, outputs))}" if outputs else ""
     raise ModelError(
         f"the model returns an output of type {kind}{has}, and the loss takes one tensor: return "
-        "that tensor alone, or under the name 'logits' in a dict, a named tuple or a dataclass, and "
-        "a loss of its own under the name 'loss'"
+        "that tensor alone, or under the name 'logits' in a dict, a named tuple or a dataclass, "
+        "and a loss of its own under the name 'loss'"
     )
 
 
