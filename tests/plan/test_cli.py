@@ -108,7 +108,8 @@ def test_text_explains_the_choice(chain, printed):
 def test_written_strategy_is_valid_for_the_graph(chain, tmp_path, printed):
     plan = tmp_path / "plan.json"
     hardware = "--topology 2x2 --bandwidth 1e9,1e8"
-    printed(SEARCH, hardware, "--batch-size 64 --profile", chain, "--output", plan)
+    said = printed(SEARCH, hardware, "--batch-size 64 --profile", chain, "--output", plan).out
+    assert ": work inside nodes " in said  # with the gradients that a node's devices send
     strategy = Strategy.load(plan)
     assert strategy.batch == 64
     cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=2**40)

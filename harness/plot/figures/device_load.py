@@ -130,7 +130,7 @@ FIGURE = Figure(
         "Time starts with each rank."
     ),
     better="load: higher is better; temperature: lower and steady is better",
-    needs="a run on devices with counters (NVML), or imported logs",
+    needs="training runs: ./entry.sh train; or imported logs with the load of devices",
     rows=rows,
     draw=draw,
     most=MAX_RUNS,

@@ -302,11 +302,11 @@ def trial_doubts(tried: Sequence[Tried], ranked: Sequence[Candidate]) -> list[st
     nearest = min(others, key=lambda candidate: candidate.step_s, default=None)
     if nearest is None or nearest.step_s >= factor * tried[0].candidate.step_s:
         return []
-    gap = nearest.step_s / tried[0].candidate.step_s - 1
+    gap = nearest.step_s / tried[0].candidate.step_s
     return [
         f"warning: predictions of the tried plans are up to {factor:.3g} times off; "
-        f"{nearest.method}, which was not tried and is predicted to take {gap:+.0%}, may be "
-        "faster: run profile and links again on idle devices, or train it, too"
+        f"{nearest.method}, which was not tried and is predicted to take {gap:.2f} times as long, "
+        "may be faster: run profile and links again on idle devices, or train it, too"
     ]
 
 

@@ -121,8 +121,8 @@ def test_a_plan_that_was_not_tried_is_named_if_predictions_are_further_off_than_
     (line,) = trial_doubts([off], [gpipe, ddp])
     assert line == (
         "warning: predictions of the tried plans are up to 2 times off; ddp, which was not tried "
-        "and is predicted to take +20%, may be faster: run profile and links again on idle "
-        "devices, or train it, too"
+        "and is predicted to take 1.20 times as long, may be faster: run profile and links again "
+        "on idle devices, or train it, too"
     )
     assert trial_doubts([near], [gpipe, ddp]) == []
     other, tried = named("tensor parallel", 0.06), [off, Tried(like, off.place)]

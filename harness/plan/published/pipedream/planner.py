@@ -224,7 +224,7 @@ def _explain(
     lines = []
     for number, stage in enumerate(found.stages):
         parts = {
-            "compute": stage.compute_s,
+            stage.work: stage.compute_s,
             "gradients": stage.sync_s,
             "activations in": stage.receive_s,
             "activations out": stage.send_s,

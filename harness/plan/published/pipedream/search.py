@@ -62,11 +62,16 @@ class ReplicatedStage:
         return max(self.compute_s + self.sync_s, self.receive_s, self.send_s)
 
     @property
+    def work(self) -> str:
+        """The name of `compute_s`, which of groups contains what they send each other."""
+        return "work inside nodes" if self.inner else "compute"
+
+    @property
     def binding(self) -> str:
         """The resource that bounds the stage."""
         if self.total_s > self.compute_s + self.sync_s:
             return f"{'receiving' if self.receive_s >= self.send_s else 'sending'} activations"
-        return "gradient synchronisation" if self.sync_s > self.compute_s else "compute"
+        return "gradient synchronisation" if self.sync_s > self.compute_s else self.work
 
 
 @dataclass(frozen=True, kw_only=True)
