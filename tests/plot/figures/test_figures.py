@@ -435,7 +435,9 @@ def test_device_load_keeps_time_and_device(catalog):
     readings = table[table["metric"] == "device_temperature_c"]
     assert len(readings) == 20 * (1 + 5 * 7)
     assert readings["time_s"].max() == 19.0
-    digest = load_figure("device_load").report_table(table)
+    figure = load_figure("device_load")
+    assert figure.needs.startswith("training runs")  # those on CPUs, too
+    digest = figure.report_table(table)
     row = row_of(digest, label="resnet50 · single · batch 32 · fp32 · 1 × RTX 3070")
     assert row["max_device_temperature_c"] == 55 + 19 / 4
     assert 70 < row["median_device_utilization_percent"] < 90
