@@ -91,6 +91,6 @@ def bad_fits(graph: Graph, profile: Profile, kinds: Iterable[str]) -> Iterator[s
             )
             yield (
                 f"warning: between measured shapes the profile's times are off by more than "
-                f"{_BAD_FIT:.0%} for {share:.0%} of a step on {kind}, worst {worst}: profile again "
-                "on idle devices"
+                f"{_BAD_FIT:.0%} for {share:.0%} of a step on {kind}, above all {worst}: profile "
+                "again on idle devices"
             )

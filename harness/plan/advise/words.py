@@ -108,7 +108,7 @@ def _left_out_line(one: LeftOut, advice: Advice) -> str:
     nodes = name_range(one.nodes)
     more = f"{nodes} too" if len(one.nodes) == 1 else f"one of {nodes} too"
     if one.with_it is None:
-        return f"With {more}, no strategy of --strategies fits."
+        return f"With {more}, no strategy of --strategies can train this batch."
     cost = advice.best.samples_per_s / one.with_it.samples_per_s
     carried = "" if one.rate is None else format_bandwidth(one.rate)
     if one.cause == "device":

@@ -509,7 +509,7 @@ def test_the_command_has_the_machine_and_the_memory_of_the_advice(results, print
 
 def test_strategies_of_one_device_do_not_say_that_others_do_not_fit(results, printed):
     said = printed("advise", results, "--batch-size 16 --strategies single").out
-    assert "too, no strategy of --strategies fits." in said
+    assert "too, no strategy of --strategies can train this batch." in said
     assert "--batch-size 16 --results" in said
 
 
