@@ -359,7 +359,7 @@ def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]
     n_samples = len(found) - len(own)
     if not own or not n_samples:
         return list(found), []
-    reason = f"{n_samples} runs that come with the harness are not drawn with others"
+    reason = f"{n_samples} runs that come with the harness are left out beside others"
     return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
 
 

@@ -89,12 +89,12 @@ _AT_LEAST = {
 
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
-    strategies = " ".join(config.strategy)
+    strategies = " or ".join(config.strategy)
     given = {_kind_of(strategy) for strategy in config.strategy}
     is_searched_beside = config.shrink == "search" or config.drift or config.survive
     for name, users in _USED_BY.items():
         if given.isdisjoint(users) and not (is_searched_beside and name in _SEARCHED_BESIDE):
-            why = f"--strategy {' or '.join(users)}, {strategies} does not use it"
+            why = f"--strategy {' or '.join(users)}, not for {strategies}"
             _check_unset(config, name, why, f"add {users[0]}")
     for name, (other, values) in _REFINES.items():
         value = getattr(config, other)

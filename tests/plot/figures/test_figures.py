@@ -556,7 +556,7 @@ def test_samples_are_drawn_until_there_is_another_run(tmp_path):
     write_training(tmp_path, "own", train_config("ddp", 32), make_cluster(2))
     drawn, skipped = without_samples(find_runs(tmp_path)[0])
     assert [make_header.run_id for _, make_header in drawn] == ["own"]
-    reason = "2 runs that come with the harness are not drawn with others"
+    reason = "2 runs that come with the harness are left out beside others"
     assert skipped == [(tmp_path / "sample-*", reason)]
     assert len(read_results(tmp_path).runs) == 3  # all other readers have them
 
