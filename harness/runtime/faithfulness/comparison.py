@@ -50,6 +50,7 @@ from harness.runtime.faithfulness.outcomes import (
     rounding_of,
     widened,
 )
+from harness.runtime.faithfulness.split_loss import hold_own_loss
 from harness.runtime.faithfulness.state import counted_on, counters, preserved, writes_copies
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.task import Task
@@ -175,6 +176,7 @@ class _Comparison:
             if not is_equal(self._train_graph(batches), expected):
                 self._explain(batches)
             self._check_counters(batches[:1])
+            hold_own_loss(self._task, batches, self._name, _SEED)
 
     def _check_counters(self, batches: Sequence[Batch]) -> None:
         """Refuse a model that will compute something else later, because its forward counts."""

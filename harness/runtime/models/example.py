@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -74,6 +74,9 @@ class Example:
 class BoundInputs(Wrapper):
     """Calls a model with tensors, in the order of an example's `specs`, among its arguments.
 
+    Attributes:
+        left_out: specs of the tensors that are not given, by their places.
+
     Args:
         kept: numbers of the tensors that are given, None for all; the others are None, or with
             `has_blanks` the largest integer of the example, and zeros.
@@ -99,18 +102,25 @@ class BoundInputs(Wrapper):
 
         self._arguments = arguments
         self._positions, self._outputs = [places[k] for k in kept], tuple(outputs)
-        others = {places[k]: spec for k, spec in enumerate(example.specs) if k not in kept}
-        self._blanks = others if has_blanks else {}
+        self.left_out = {places[k]: s for k, s in enumerate(example.specs) if k not in kept}
+        self._blanks = self.left_out if has_blanks else {}
 
-    def forward(self, *tensors: Tensor) -> Any:
+    def call(self, tensors: Sequence[Tensor], others: Mapping[int, Tensor]) -> Any:
+        """Call the model with further tensors, by their places in `left_out`."""
         leaves = list(self._leaves)
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
+        for position, tensor in others.items():
+            leaves[position] = tensor
+        args, kwargs = self._arguments(leaves)
+        return self.model(*args, **kwargs)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        blanks = {}
         for position, spec in self._blanks.items():
             size = (tensors[0].shape[0], *spec.shape)
-            leaves[position] = tensors[0].new_full(size, (spec.n_values or 1) - 1, dtype=spec.dtype)
-        args, kwargs = self._arguments(leaves)
-        output = self.model(*args, **kwargs)
+            blanks[position] = tensors[0].new_full(size, (spec.n_values or 1) - 1, dtype=spec.dtype)
+        output = self.call(tensors, blanks)
         if not self._outputs:
             return output
         outputs = named_outputs(output) or output  # a traced module's are read from its proxy

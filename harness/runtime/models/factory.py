@@ -83,8 +83,10 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     specs = _with_rows(name, given.specs, run)
 
     def rerun() -> ModelRun:
-        n_copies = 1 if run.given is tensors else _N_COPIES
-        more = [torch.cat([x] * n_copies + [x[:1]]) for x in tensors]
+        # Values differ where they are read: all samples are the first.
+        n, is_real = run.n_samples, run.given is tensors
+        which = [0] * (n + 1) if is_real else [*range(n)] * _N_COPIES + [0]
+        more = [x[which] for x in tensors]
         return _run_once(name, bound, more, _REMEDY_OF_MORE)
 
     loss = loss_name(output)

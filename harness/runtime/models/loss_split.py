@@ -24,6 +24,7 @@ from harness.runtime.models.loss_parts import flaw_of, labels_left_out
 from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__"}
 _OTHER_COUNT = object()  # stands for a number of a call that is no multiple of that of samples
 
 
@@ -106,11 +107,14 @@ class ModelRun(NamedTuple):
         return len(self.given[0])
 
     def outputs(self, loss: str) -> dict[str, Tensor]:
-        """The other outputs than the loss that have a row for each sample."""
+        """The other outputs than the loss that have a row for each sample, each once; an input is
+        none."""
         named = named_outputs(self.output)
+        n, known = self.n_samples, {id(named[loss]), *map(id, self.given)}
         tensors = {key: x for key, x in named.items() if isinstance(x, Tensor)}
-        n, whole = self.n_samples, named[loss]
-        return {k: x for k, x in tensors.items() if x is not whole and x.shape[:1] == (n,)}
+        first = {id(x): key for key, x in reversed(tensors.items()) if x.shape[:1] == (n,)}
+        names = {key for place, key in first.items() if place not in known}
+        return {key: x for key, x in tensors.items() if key in names}
 
 
 def split_loss(
@@ -143,6 +147,10 @@ def split_loss(
             f"its loss of {run.n_samples} samples is computed by other functions than that of "
             f"{again.n_samples}"
         )
+    for call in (each for each in run.calls if each.name in _READS):
+        reached = trail.to(tensors_within(call.args), outputs.values(), given).ends
+        if not reached.isdisjoint(map(id, read.values())):
+            return f"its loss depends on values that {call.name.strip('_')}() reads"
     before = trail.to(read.values(), (), given)
     also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
     kept = (*read.values(), *(given[k] for k in also_read))

@@ -498,6 +498,89 @@ def test_outputs_that_are_changed_after_the_loss_keep_it_in_the_model():
     assert_whole(task, task.model.model.model(x, labels)["loss"], x, labels)
 
 
+def test_a_tensor_that_is_returned_twice_or_is_an_input_is_read_once():
+    class Repeating(nn.Linear):
+        def forward(self, x, labels):
+            logits = super().forward(x)
+            loss = F.cross_entropy(logits, labels)
+            return {"loss": loss, "logits": logits, "scores": logits, "labels": labels}
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Repeating(4, 6), {"x": x, "labels": labels}), OPTIONS)
+    assert list(task.own_loss.outputs) == ["logits"]
+    assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 3)
+    assert task.count_targets(labels) == 3
+
+
+READS = {
+    "item of the loss": lambda loss, labels: 2 * loss if loss.item() < 100 else loss,
+    "truth of labels": lambda loss, labels: 2 * loss if (labels == 3).any() else loss,
+    "number of labels": lambda loss, labels: loss * labels.unique().numel(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_loss_that_reads_values_as_numbers_stays_in_the_model(read):
+    class Reading(nn.Linear):
+        def forward(self, x, labels=None):
+            logits, loss = super().forward(x), None
+            if labels is not None:
+                loss = read(F.cross_entropy(logits, labels), labels)
+            return {"loss": loss, "logits": logits}
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Reading(4, 6), {"x": x, "labels": labels}), OPTIONS)
+    assert_whole(task, task.model.model.model(x, labels)["loss"], x, labels)
+
+
+def clamped(model, labels):
+    labels.data = labels.clamp(max=1)
+
+
+def clamped_by_numpy(model, labels):
+    labels.numpy().clip(max=1, out=labels.numpy())
+
+
+def counted(model, labels):
+    model.count += len(labels)
+
+
+def forgotten(model, labels):
+    model.n_calls += 1
+    labels.add_(model.n_calls).sub_(1)
+
+
+UNSEEN = {
+    "data": (clamped, "from its outputs and labels: compute the loss without numpy"),
+    "numpy": (clamped_by_numpy, "from its outputs and labels: compute the loss without numpy"),
+    "count": (forgotten, "from its outputs and labels: compute the loss without numpy"),
+    "buffer": (counted, "writes the buffer 'count' as labels say"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), UNSEEN.values(), ids=UNSEEN)
+def test_what_calls_of_torch_do_not_show_of_a_loss_is_refused(change, message):
+    class Unseen(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 6)
+            self.register_buffer("count", torch.tensor(0))
+            self.n_calls = 0
+
+        def forward(self, x, labels=None):
+            logits, loss = super().forward(x), None
+            if labels is not None:
+                changed = labels.clone()
+                change(self, changed)
+                loss = F.cross_entropy(logits, changed)
+            return {"loss": loss, "logits": logits}
+
+    model, labels = Unseen(), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (model, {"x": torch.rand(3, 4), "labels": labels}), OPTIONS)
+    with pytest.raises(ModelError, match=message):
+        held(task)
+    assert model.count == model.n_calls == 0
+
+
 @pytest.mark.parametrize("form", ["contrast", "hidden"])
 def test_a_loss_that_compares_samples_or_reads_more_than_outputs_stays_in_the_model(form):
     x, labels = torch.rand(2, 4), torch.tensor([0.5, -1.0])
