@@ -25,6 +25,7 @@ from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__"}
+_CHECKS = {"isfinite", "isinf", "isnan"}  # of which the branch for finite values is trained
 _OTHER_COUNT = object()  # stands for a number of a call that is no multiple of that of samples
 
 
@@ -148,8 +149,9 @@ def split_loss(
             f"{again.n_samples}"
         )
     for call in (each for each in run.calls if each.name in _READS):
-        reached = trail.to(tensors_within(call.args), outputs.values(), given).ends
-        if not reached.isdisjoint(map(id, read.values())):
+        path = trail.to(tensors_within(call.args), outputs.values(), given)
+        is_check = any(run.calls[k].name in _CHECKS for k in path.calls)
+        if not is_check and not path.ends.isdisjoint(map(id, read.values())):
             return f"its loss depends on values that {call.name.strip('_')}() reads"
     before = trail.to(read.values(), (), given)
     also_read = frozenset(k for k in labels if id(given[k]) in before.ends)

@@ -533,6 +533,21 @@ def test_a_loss_that_reads_values_as_numbers_stays_in_the_model(read):
     assert_whole(task, task.model.model.model(x, labels)["loss"], x, labels)
 
 
+def test_a_loss_that_is_checked_to_be_finite_is_split_off():
+    class Checked(nn.Linear):
+        def forward(self, x, labels=None):
+            logits, loss = super().forward(x), None
+            if labels is not None:
+                loss = F.cross_entropy(logits, labels)
+                if torch.isnan(loss).any():
+                    raise ValueError("loss is NaN")
+            return {"loss": loss, "logits": logits}
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Checked(4, 6), {"x": x, "labels": labels}), OPTIONS)
+    assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 3)
+
+
 def clamped(model, labels):
     labels.data = labels.clamp(max=1)
 
