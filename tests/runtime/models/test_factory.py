@@ -105,7 +105,11 @@ def test_a_factory_may_import_torchvision_by_itself(tmp_path, user):
             "from torch import nn\ndef net(): return nn.Flatten()",
             "none of the model's 0 parameters is trained: set requires_grad",
         ),
-        ("users_list:net", "def net(): return []", "a list, not an nn.Module: give the model, or"),
+        (
+            "users_list:net",
+            "def net(): return []",
+            "is of type list, not an nn.Module: give the model, or",
+        ),
         ("users_args:net", "def net(width): pass", "'width'; give its arguments defaults"),
         ("users_exit:net", "import sys\nsys.exit(3)", "exits with status 3: put what parses flags"),
         (
