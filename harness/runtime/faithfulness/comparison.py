@@ -29,6 +29,7 @@ from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.faithfulness.first_difference import find_first_difference
+from harness.runtime.faithfulness.loss import hold_own_loss
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
     AccumulatesTwice,
@@ -50,7 +51,6 @@ from harness.runtime.faithfulness.outcomes import (
     rounding_of,
     widened,
 )
-from harness.runtime.faithfulness.split_loss import hold_own_loss
 from harness.runtime.faithfulness.state import counted_on, counters, preserved, writes_copies
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.task import Task

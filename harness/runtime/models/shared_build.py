@@ -174,7 +174,7 @@ def _other_tensors(task: Task) -> Iterator[tuple[str, Tensor]]:
                     yield f"{path}.{key}", leaf
 
 
-class _Counter:
+class _CopyLimit:
     """Calls `beyond` with each new parameter after those that may be copied on every rank."""
 
     def __init__(self, limit_bytes: float, beyond: Callable[[nn.Parameter], None]) -> None:
@@ -204,7 +204,7 @@ def build_on_host(build: Callable[[], Task], world: World, share: float = _SHARE
     if world.rank != local[0]:
         return _build_next(build, limit_bytes, world, local[0])
     with closing(_WeightsFile()) as file:
-        counter = _Counter(limit_bytes, file.take)
+        counter = _CopyLimit(limit_bytes, file.take)
         with on_registration(counter):
             task = build()
         sheet = file.sheet(task) if counter.is_exceeded else None
@@ -214,7 +214,7 @@ def build_on_host(build: Callable[[], Task], world: World, share: float = _SHARE
 
 
 def _build_next(build: Callable[[], Task], limit_bytes: float, world: World, first: int) -> Task:
-    counter = _Counter(limit_bytes, to_meta)
+    counter = _CopyLimit(limit_bytes, to_meta)
     task: Task | None = None
     try:
         with on_registration(counter):
