@@ -102,20 +102,24 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
             f"--ranks is {args.ranks}, and --collectives are of {shorten(sorted(found))} ranks: "
             "drop it"
         )
-    if args.cluster is not None:
+    needs_bandwidth = args.cluster is None and args.bandwidth is None
+    if needs_bandwidth:
+        if not points:
+            raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
+        args.bandwidth = "1GB/s"  # until the curves say
+    cluster = cluster_from(args)
+    for path in args.collectives:  # before a bandwidth is asked for, which would not help
+        check_hosts(path, cluster)
+    if needs_bandwidth:
+        args.bandwidth = _bandwidth(args.topology, cluster, points, said)
         cluster = cluster_from(args)
-        if points and cluster.collectives:
-            said.append(f"dropped: the collectives that {args.cluster} has")
-    else:
-        if args.bandwidth is None:
-            args.bandwidth = _bandwidth(args, points, said)
-        cluster = cluster_from(args)
+    if args.cluster is None:
         theirs = " of their own; the curves have theirs" if points else ""
         said.append(f"assumed: links have no latency{theirs}")
+    elif points and cluster.collectives:
+        said.append(f"dropped: the collectives that {args.cluster} has")
     if not points:
         return cluster
-    for path in args.collectives:
-        check_hosts(path, cluster)
     cluster = msgspec.structs.replace(cluster, collectives=points)
     if len(cluster.nodes) > 1 and (inside := cluster.curves(spans_nodes=False)):
         n = max(point.n_ranks for point in inside)
@@ -123,18 +127,15 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
     return cluster
 
 
-def _bandwidth(args: argparse.Namespace, points: list[CollectivePoint], said: list[str]) -> str:
+def _bandwidth(
+    topology: str, cluster: Cluster, points: list[CollectivePoint], said: list[str]
+) -> str:
     """Of links inside nodes and between them, by their all-reduces of the fewest ranks."""
-    if not points:
-        raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
-    args.bandwidth = "1GB/s"  # until the curves say
     sums = [point for point in points if point.operation == "all_reduce"]
-    cluster = msgspec.structs.replace(cluster_from(args), collectives=sums)
+    cluster = msgspec.structs.replace(cluster, collectives=sums)
     inside, between = (cluster.curves(spans_nodes=spans) for spans in (False, True))
-    for path in args.collectives:  # before a bandwidth is asked for, which would not help
-        check_hosts(path, cluster)
     if not (between if len(cluster.nodes) > 1 else inside):
-        of = f" of more ranks than a node of {args.topology} has" if inside else ""
+        of = f" of more ranks than a node of {topology} has" if inside else ""
         raise ConfigError(
             f"--collectives has no all-reduce{of}: give --bandwidth INSIDE[,BETWEEN] too"
         )
