@@ -123,7 +123,7 @@ def wait_for_fork_server() -> None:
     first = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
     try:
         first.start()
-    except EOFError:
+    except (EOFError, ConnectionError):
         raise RuntimeError(
             "its process that imports the modules of runs has ended: it was killed, as for memory, "
             "or a module ended it"

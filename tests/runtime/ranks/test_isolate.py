@@ -55,9 +55,16 @@ def test_a_child_starts_processes_as_a_data_loader_does():
     assert done.stdout == "0\n", done.stderr
 
 
-def test_a_server_that_has_ended_is_named(tmp_path):
-    (tmp_path / "ends.py").write_text("import os; os._exit(1)")
-    done = interpreted("start_fork_server(['ends']); wait_for_fork_server()", tmp_path)
+@pytest.mark.parametrize(("sent_s", "imported_s"), [(0.0, 0.5), (0.5, 0.0)])
+def test_a_server_that_has_ended_is_named(tmp_path, sent_s, imported_s):
+    """It ends before or after the first child's data are sent."""
+    (tmp_path / "ends.py").write_text(f"import os, time; time.sleep({imported_s}); os._exit(1)")
+    (tmp_path / "sends.py").write_text(
+        "import time; from multiprocessing import reduction; send = reduction.sendfds\n"
+        f"reduction.sendfds = lambda *fds: (send(*fds), time.sleep({sent_s}))"
+    )
+    code = "import sends; start_fork_server(['ends']); wait_for_fork_server()"
+    done = interpreted(code, tmp_path)
     assert "RuntimeError: its process that imports the modules of runs has ended" in done.stderr
 
 
