@@ -10,6 +10,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -72,6 +73,22 @@ class Counting(nn.Module):
 def tiny_uncapturable(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
     """The same, but no plan can be made of it."""
     return nn.Sequential(tiny_mlp(n_classes, n_channels, image_size), Counting())
+
+
+class Clamping(nn.Linear):
+    """Changes labels by numpy, which no call of torch shows."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        logits, loss = super().forward(x), None
+        if labels is not None:
+            known = labels.clone()
+            known.numpy().clip(max=1, out=known.numpy())
+            loss = F.cross_entropy(logits, known)
+        return {"loss": loss, "logits": logits}
+
+
+def tiny_clamping() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Clamping(4, 6), {"x": torch.rand(3, 4), "labels": torch.tensor([1, 2, 5])}
 
 
 def search_whose_best_is_refused(search_config: SearchConfig, context: Context) -> Any:

@@ -31,11 +31,18 @@ from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.faithfulness.loss import hold_own_loss
+from harness.runtime.faithfulness.state import preserved
 from harness.runtime.models import build_task
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for_all
+from harness.runtime.ranks.gather import (
+    gather_numbers,
+    gather_values,
+    raise_on_all_ranks,
+    wait_for_all,
+)
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import ZERO_STAGES, EngineName, TrainCase
 from harness.workloads.train.files import data_options, fitted_options
@@ -64,7 +71,6 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
     """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
     inputs, targets = draw_batch(task, n_samples, 0, device)
     precision = Precision(dtype, device)
-    state = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
 
     def step() -> None:
         with precision.autocast():
@@ -72,18 +78,15 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
         loss.backward()
         task.model.zero_grad(set_to_none=True)
 
-    step()
-    settle(device)
-    n_steps, start_s = 0, time.perf_counter()
-    while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
+    with preserved(task.model):
         step()
         settle(device)
-        n_steps += 1
-    rate = n_steps * n_samples / (time.perf_counter() - start_s)
-    with torch.no_grad():
-        for name, buffer in task.model.named_buffers():
-            buffer.copy_(state[name])
-    return rate
+        n_steps, start_s = 0, time.perf_counter()
+        while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
+            step()
+            settle(device)
+            n_steps += 1
+        return n_steps * n_samples / (time.perf_counter() - start_s)
 
 
 def reduces_all(case: TrainCase) -> bool:
@@ -185,8 +188,7 @@ def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
     speeds = gather_numbers(
         samples_per_s(task, max(1, equal[world.rank]), case.dtype, world.device), world
     )
-    extra = split_by_weight(case.batch - world.size, speeds)
-    return tuple(1 + n for n in extra)
+    return tuple(1 + n for n in split_by_weight(case.batch - world.size, speeds))
 
 
 def _counted(strategy: Strategy, n_ranks: int) -> tuple[int, ...]:
@@ -298,13 +300,6 @@ def _batch_plan(
     return plan
 
 
-def _rates(case: TrainCase, n_steps: int) -> LearningRates:
-    return LearningRates(
-        case.learning_rate, case.lr_schedule,
-        case.lr_step_size or max(1, n_steps - case.lr_warm_up), case.lr_gamma, case.lr_warm_up,
-    )  # fmt: skip
-
-
 def _has_local_loss(case: TrainCase, task: Task, world: World) -> bool:
     """See `Training`; False but on rank 0."""
     if world.size == 1 or not world.is_first or not isinstance(task, BatchLossTask):
@@ -344,6 +339,7 @@ def prepare(
     flops: StepFlops | None
     has_local_loss = planned is None and _has_local_loss(case, task, world)
     if planned is None:
+        raise_on_all_ranks(lambda: hold_own_loss(task, case.model), world)
         shares = _shares(case, task, world)
         flops = step_flops(task, shares[world.rank])
     else:
@@ -360,6 +356,10 @@ def prepare(
     plan = _batch_plan(case, data, shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     case.check_averages(n_steps)
+    rates = LearningRates(
+        case.learning_rate, case.lr_schedule,
+        case.lr_step_size or max(1, n_steps - case.lr_warm_up), case.lr_gamma, case.lr_warm_up,
+    )  # fmt: skip
     batches = load_batches(
         data, plan, world.rank, n_workers=case.n_workers, device=world.device,
         first_step=case.first_step + case.warm_up if case.first_step else 0,
@@ -370,7 +370,7 @@ def prepare(
         data=data,
         plan=plan,
         n_steps=n_steps,
-        rates=_rates(case, n_steps),
+        rates=rates,
         batches=batches,
         count_targets=partial(count_targets, data, task),
         n_tokens=task.n_tokens,

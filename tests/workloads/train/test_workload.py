@@ -1,5 +1,6 @@
 """The train workload on local ranks: what is learned, what is recorded, what is refused."""
 
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -247,6 +248,19 @@ def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed():
     case = replace(CASE, model="train_on_ranks:tiny_uncapturable", strategy="single", n_ranks=1)
     (summary,), _ = run_on_ranks(run_train, case, 1)
     assert summary["last_loss"] < summary["first_loss"]
+
+
+def test_a_loss_that_is_another_without_its_model_is_refused_where_no_plan_is_needed():
+    case = replace(
+        CASE, model="train_on_ranks:tiny_clamping", strategy="ddp", n_ranks=2, image_size=None,
+        n_classes=None,
+    )  # fmt: skip
+    for error in run_on_ranks(train_on_ranks.error_of, case, 2)[0]:
+        assert re.match(
+            r"ModelError: the loss of train.*:tiny_clamping for 3 samples is .* from "
+            "its outputs and labels: compute the loss without numpy",
+            error,
+        ), error
 
 
 def test_averaged_replicas_agree_and_learn(one_rank):
