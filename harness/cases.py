@@ -21,6 +21,7 @@ from harness.measure.heartbeat import HEADER_FILE, HEARTBEAT_FILE
 from harness.measure.places import check_results
 from harness.measure.store import read_header
 from harness.runtime.models.user_code import UserFunction
+from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.workloads import load_workload
 from harness.workloads.common.contract import Need, Workload, config_json
@@ -102,6 +103,22 @@ def _factories(cases: Sequence[Case]) -> list[UserFunction]:
     """The users' own models."""
     names = dict.fromkeys(getattr(case.config, "model", "") for case in cases)
     return [UserFunction(name, "--model", ModelError) for name in names if ":" in name]
+
+
+def unlike_code(cases: Sequence[Case], hostnames: Sequence[str], control: Control) -> str:
+    """The error if users' own code is not the same on all ranks, which must call this; empty if it
+    is."""
+    own = [case.config for case in cases if getattr(case.config, "code_digest", "")]
+    mine = {f"--model {config.model} --data {config.data}": config.code_digest for config in own}
+    codes = control.gather("code", mine, dict[str, str])
+    for rank, code in enumerate(codes):
+        for flags in code.keys() | codes[0].keys():
+            if code.get(flags) != codes[0].get(flags):
+                return (
+                    f"{flags}: rank 0 on {hostnames[0]} and rank {rank} on {hostnames[rank]} have "
+                    "different code of it, which all ranks must share: copy its files to all nodes"
+                )
+    return ""
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:

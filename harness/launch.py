@@ -35,6 +35,7 @@ from harness.cases import (
     plan_runs,
     remaining_repeats,
     state_of,
+    unlike_code,
     warn_of_other_launch,
 )
 from harness.domain.run import RankInfo, RunHeader, Status
@@ -83,10 +84,8 @@ class Launcher:
         self._headers: list[RunHeader] = []
 
     def problem(self, cases: Sequence[Case]) -> str:
-        """Describe an unusable results directory on any rank, or a bad input file on rank 0.
-
-        Returns an empty text if all are usable; the result is the same on all ranks.
-        """
+        """Describe an unusable results directory or other code of users on any rank, or a bad input
+        file on rank 0; empty, on all ranks, if all are usable."""
 
         def check(fetch: sharing.Fetch) -> None:
             check_files(cases, self._results, fetch)
@@ -98,7 +97,8 @@ class Launcher:
         problem = _problem_of(check_results, self._results, self._world.hostname)
         found = sharing.with_fetch(self._control, partial(_problem_of, check))
         problems = self._control.gather("problem", problem or found, str | None)
-        return next(filter(None, problems), "")
+        found = next(filter(None, problems), "")
+        return found or unlike_code(cases, self._world.hostnames, self._control)
 
     def run_cases(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Run every case in order; returns the headers (complete on rank 0).

@@ -1,5 +1,6 @@
 """Runs to be carried out: which repeat each is, what is looked at before, and how one ends."""
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.contract import Continuing
 from harness.workloads.common.flags import RunOptions
+from harness.workloads.train.config import TrainCase
 from harness.workloads.train.workload import WORKLOAD as TRAIN
 
 WORKLOAD = workload_of(str)
@@ -91,6 +93,8 @@ class Answers:
         self.rank = rank
 
     def gather(self, name, value, type_):
+        if name == "code":
+            return [value | {flags: "older" for flags in value if rank == 1} for rank in range(2)]
         if name != "problem":
             return [value, value]
         return [value if rank == self.rank else "" for rank in range(2)]
@@ -130,6 +134,20 @@ def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
     cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
     assert launcher(rank, tmp_path).problem(cases) == ""
     assert seen == looked_at
+
+
+@pytest.mark.parametrize(
+    ("digest", "problem"),
+    [
+        ("", ""),
+        ("newer", "--model lenet --data own:set: rank 0 on node0 and rank 1 on node1 have "
+         "different code of it"),
+    ],
+)  # fmt: skip
+def test_a_users_own_code_is_the_same_on_every_rank(tmp_path, digest, problem):
+    config = TrainCase(model="lenet", data="own:set", code_digest=digest)
+    case = Case(name="case", workload=WORKLOAD, config=config)
+    assert re.match(f"{problem}($|, which)", launcher(0, tmp_path).problem([case]))
 
 
 @pytest.mark.parametrize(

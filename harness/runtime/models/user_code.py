@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,24 @@ class UserFunction:
                     f"its code changes torch's {setting} from {before[setting]} to {now} for all "
                     "that follows: leave that out, or set it back"
                 )
+
+
+def code_digest(*names: str) -> str:
+    """Hash the modules of users' functions and all that they import from the working directory, the
+    program's and PYTHONPATH's, of which nothing is imported here; empty if there are none."""
+    installed = tuple(map(os.path.realpath, (sys.prefix, sys.base_prefix)))
+    places = (os.getcwd(), *filter(None, sys.path))
+    own = [place for place in places if not os.path.realpath(place).startswith(installed)]
+    finder = ModuleFinder(own, excludes=["harness"])
+    for name in (name for name in names if ":" in name):
+        with contextlib.suppress(Exception):  # importing it reports more
+            finder.import_hook(name.partition(":")[0])
+    modules: dict[str, Any] = finder.modules
+    files = {key: module.__file__ for key, module in modules.items()}
+    digest = hashlib.sha256()
+    for key, file in sorted((key, file) for key, file in files.items() if file):
+        digest.update(f"{key}\n".encode() + Path(file).read_bytes())
+    return digest.hexdigest()[:12] if files else ""
 
 
 def source_of(name: str) -> str:

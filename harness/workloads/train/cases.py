@@ -10,6 +10,7 @@ from harness.errors import ConfigError
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import entry_for
 from harness.runtime.models import fit_options
+from harness.runtime.models.user_code import code_digest
 from harness.workloads.common.flags import shared_flags
 from harness.workloads.train.checks import check_case, check_config
 from harness.workloads.train.config import (
@@ -89,6 +90,7 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
 
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     shared = shared_flags(config, TrainSettings) | {"steps": config.steps or TrainCase.steps}
+    code = code_digest(config.model, config.data)
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         has_flow = strategy == "pipeline" or is_layout(strategy)
@@ -102,6 +104,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                 TrainCase(
                     strategy=strategy,
                     strategy_digest=digest_of(strategy),
+                    code_digest=code,
                     engine=engine,
                     dtype=dtype,
                     reduce_dtype=reduce_dtype,

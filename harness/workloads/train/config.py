@@ -332,6 +332,7 @@ class TrainCase(TrainSettings):
     Attributes:
         engine: the engine that trains, never `auto`.
         strategy_digest: hash of the strategy's file on rank 0; empty without a file.
+        code_digest: hash of the user's own code of model and data; empty without any.
         batch: the global batch.
         schedule, microbatches: used by `pipeline` and degrees only; None: automatic.
         first_step: the first measured step; above 0 after the loss of ranks, without warm-up.
@@ -344,6 +345,7 @@ class TrainCase(TrainSettings):
     engine: EngineName = "torch"
     strategy: str = "ddp"
     strategy_digest: str = ""
+    code_digest: str = ""
     schedule: ScheduleName = "1f1b"
     microbatches: int | None = None
     dtype: str = "fp32"

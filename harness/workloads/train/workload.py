@@ -394,7 +394,7 @@ WORKLOAD = Workload(
         grace_s=states.grace_s,
         is_saved=lambda case: case.save_every is not None,
         differing=states.differing,
-        strategy_flags=STRATEGY_FLAGS,
+        strategy_flags=STRATEGY_FLAGS | {"code_digest"},
     ),
     check=check_inputs,
 )

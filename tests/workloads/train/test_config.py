@@ -249,6 +249,26 @@ def test_models_refuse_what_they_cannot_take(flags, message):
         train_cases(TrainConfig(**flags), 4)
 
 
+def test_a_users_code_is_known_by_the_content_of_what_it_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "own.py": "import torch, parts.layers",
+        "parts/layers.py": "from .x import *",
+        "parts/__init__.py": "",
+        "parts/x.py": "",
+        "unread.py": "",
+    }
+    (tmp_path / "parts").mkdir()
+    seen = []
+    for name, text in (*files.items(), *((name, f"{text}\n") for name, text in files.items())):
+        Path(name).write_text(text)
+        seen += {case.code_digest for case in train_cases(TrainConfig(model="own:net"), 4)}
+    *_, complete, own, layers, package, x, unread = seen
+    assert len({complete, own, layers, package, x}) == 5
+    assert unread == x
+    assert train_cases(TrainConfig(), 4)[0].code_digest == ""
+
+
 def test_a_strategys_file_is_known_by_its_content(tmp_path):
     file = tmp_path / "plan.json"
     config = TrainConfig(strategy=(str(file),), asynchronous=True)
