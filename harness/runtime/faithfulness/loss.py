@@ -65,11 +65,11 @@ def hold_own_loss(task: Task, name: str) -> None:
     buffers = dict(model.named_buffers())
 
     def outcome(loss_of: Callable[[Batch], Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-        with preserved(model), repeatable(device):
+        with preserved(model), repeatable(device), torch.no_grad():
             losses = []
             for batch in batches:
                 seed_all(_SEED)
-                losses.append(float(loss_of(batch.each(torch.clone)).detach()))
+                losses.append(float(loss_of(batch.each(torch.clone))))
             now = dict(model.named_buffers())
             return losses, {key: bits_of(now[key]).clone() for key in buffers}
 
