@@ -9,8 +9,10 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from harness.errors import HarnessError, first_line
 from harness.runtime.models.torchvision_import import allow_torchvision
 from harness.runtime.ranks.failures import users_line
 
+_PACKAGE = 5  # modulefinder's kind of a package
 _EXAMPLE = "write it like package.module:factory"
 # Settings of torch that hold for all that follows: how to read and to set them.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -164,13 +167,35 @@ class UserFunction:
                 )
 
 
+class _OwnModules(ModuleFinder):
+    """Also finds modules of packages without `__init__.py`, at which ModuleFinder fails."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        spec = PathFinder.find_spec(name, self.path if path is None else path)
+        if spec and spec.origin is None and spec.submodule_search_locations is not None:
+            return None, [*spec.submodule_search_locations], ("", "", _PACKAGE)
+        return super().find_module(name, path, parent)
+
+    def load_package(self, fqname: str, pathname: Any) -> Any:
+        if isinstance(pathname, str):
+            return super().load_package(fqname, pathname)
+        package: Any = self.add_module(fqname)
+        package.__path__ = pathname
+        return package
+
+
+def _is_installed(place: str) -> bool:
+    """Whether a place holds Python's own modules or installed ones, also by `pip --target`."""
+    real, library = Path(place).resolve(), Path(sysconfig.get_path("stdlib")).resolve()
+    is_library = real.is_relative_to(library) or real.name in ("site-packages", "dist-packages")
+    return is_library or any(real.glob("*.dist-info"))
+
+
 def code_digest(*names: str) -> str:
     """Hash the modules of users' functions and all that they import from the working directory, the
     program's and PYTHONPATH's, of which nothing is imported here; empty if there are none."""
-    installed = tuple(map(os.path.realpath, (sys.prefix, sys.base_prefix)))
     places = (os.getcwd(), *filter(None, sys.path))
-    own = [place for place in places if not os.path.realpath(place).startswith(installed)]
-    finder = ModuleFinder(own, excludes=["harness"])
+    finder = _OwnModules([p for p in places if not _is_installed(p)], excludes=["harness"])
     for name in (name for name in names if ":" in name):
         with contextlib.suppress(Exception):  # importing it reports more
             finder.import_hook(name.partition(":")[0])

@@ -1,5 +1,6 @@
 """Flags of training: the sweep they make, and what is refused."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, ModelError, StrategyError
+from harness.runtime.models.user_code import code_digest
 from harness.workloads.train.cases import engine_of, train_cases
 from harness.workloads.train.config import TrainConfig
 
@@ -267,6 +269,33 @@ def test_a_users_code_is_known_by_the_content_of_what_it_imports(tmp_path, monke
     assert len({complete, own, layers, package, x}) == 5
     assert unread == x
     assert train_cases(TrainConfig(), 4)[0].code_digest == ""
+
+
+def test_a_users_code_is_known_without_init_files_and_inside_an_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    texts = {
+        "own/net.py": "from .parts.x import *\nimport later",
+        "own/parts/x.py": "",
+        "later.py": "",
+    }
+    (tmp_path / "own/parts").mkdir(parents=True)
+    seen = []
+    for name, text in (*texts.items(), *((name, f"{text}\n") for name, text in texts.items())):
+        Path(name).write_text(text)
+        seen.append(code_digest("own.net:net"))
+    assert len(set(seen[2:])) == 4
+    assert "" not in seen
+
+
+def test_installed_libraries_are_no_code_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    (tmp_path / "lib/library-1.0.dist-info").mkdir(parents=True)
+    Path("own.py").write_text("import library")
+    before = code_digest("own:net")
+    Path("lib/library.py").write_text("x = 1")
+    assert code_digest("own:net") == before != ""
 
 
 def test_a_strategys_file_is_known_by_its_content(tmp_path):
