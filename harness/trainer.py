@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -32,10 +32,10 @@ from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import (
+    KnownParameters,
     OptimizerOptions,
     OuterOptions,
     check_factory,
-    check_still_trained,
     checked_optimizer,
 )
 from harness.runtime.engines.replicas import check_alike
@@ -110,7 +110,6 @@ class Trainer:
         device: the current GPU under NCCL, else the CPU.
 
     Attributes:
-        optimizer: for torch's learning rate schedulers.
         samples: positions in the global batch of the samples that this rank reads.
         grad_norm: norm that `max_grad_norm` limits, in the last step, as a tensor; else None.
 
@@ -138,12 +137,10 @@ class Trainer:
         timeout_s: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
-        choices = (
-            (dtype, Dtype), (reduce_dtype, ReduceDtype), (batch_norm, Scope), (dropout, Masks),
-        )  # fmt: skip
-        for given, known in choices:
-            if given not in get_args(known):
-                raise ConfigError(f"{given!r} is none of {', '.join(get_args(known))}: give one")
+        kinds = Dtype, ReduceDtype, Scope, Masks
+        for given, kind in zip((dtype, reduce_dtype, batch_norm, dropout), kinds, strict=True):
+            if given not in get_args(kind):
+                raise ConfigError(f"{given!r} is none of {', '.join(get_args(kind))}: give one")
         check_factory(optimizer)
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ConfigError(f"ema_decay is {ema_decay}: give one between 0 and 1")
@@ -192,16 +189,14 @@ class Trainer:
         self._n_replica = sum(counts.get(rank, 0) for rank in engine.replica)
         self._held = self._engine.held_state()
         self._plain = PlainState(self._held.gatherer, optimizer, task.prefix)
-        self.optimizer, self.grad_norm = self._held.optimizer, engine.clip.norm
-        own = *task.model.named_parameters(), *((name, p) for p, name in self._names.items())
-        self._flags = {p: (name.removeprefix(task.prefix), p.requires_grad) for name, p in own}
+        self.grad_norm = engine.clip.norm
+        whole = {p: name.removeprefix(task.prefix) for name, p in task.model.named_parameters()}
+        self._parameters = KnownParameters(whole | self._names)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # else other ranks may still be in a step
             self.close()
 
@@ -212,6 +207,11 @@ class Trainer:
                 "this Trainer is closed: make another, or close it after its last use"
             )
         return self._open_engine
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """For torch's learning rate schedulers."""
+        return self._held.optimizer
 
     def batches(
         self, data: Any, *, epoch: int = 0, shuffle: bool = True, n_workers: int = 0
@@ -256,13 +256,13 @@ class Trainer:
         Raises:
             PeerError: another rank died or hangs; NCCL ends this process instead.
             StrategyError: the batch is none that this Trainer's `batches` yields.
-            ConfigError: the Trainer is closed, or a parameter's requires_grad has changed.
+            ConfigError: the Trainer is closed, or a parameter was frozen, freed or hooked.
         """
         engine = self._engine
-        check_still_trained(self._flags)
+        self._parameters.check()
         if not isinstance(batch, RankBatch) or batch.trainer is not self:
-            is_other = isinstance(batch, RankBatch)
-            given = "one of another" if is_other else f"a {type(batch).__name__}"
+            kind = type(batch)
+            given = "one of another" if kind is RankBatch else f"a {kind.__name__}"
             raise StrategyError(
                 f"step takes a batch of this Trainer, got {given}: give what its batches() yields"
             )

@@ -237,6 +237,24 @@ def test_a_parameter_that_is_frozen_or_freed_later_is_refused(is_trained):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_parameter_that_is_hooked_later_is_refused(name, is_given):
+    model, example = make_model()
+    model.inner.weight.register_hook(lambda gradient: 2 * gradient)  # which the Trainer runs
+    strategy = single(graph(), BATCH)
+    with Trainer(model, example, strategy=strategy, optimizer=torch.optim.SGD) as trainer:
+        batch = next(trainer.batches(make_data()))
+        trainer.step(batch)
+        held = trainer.optimizer.param_groups[0]["params"]
+        getattr(model.table.weight if is_given else held[0], name)(lambda _: None)
+        with pytest.raises(ConfigError, match="has a hook that the Trainer was made without"):
+            trainer.step(batch)
+        with pytest.raises(AttributeError):
+            trainer.optimizer = torch.optim.SGD(held)  # which nothing would step
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_parameter_is_freed_by_another_trainer(tmp_path):
     def make(named):
         return torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5)

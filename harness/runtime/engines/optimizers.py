@@ -185,22 +185,31 @@ def _count_hooks(parameter: nn.Parameter) -> int:
     return sum(len(hooks or ()) for hooks in kinds)
 
 
-def check_still_trained(flags: Mapping[nn.Parameter, tuple[str, bool]]) -> None:
-    """Check that a program has neither frozen nor freed a parameter since its strategy was laid
-    out.
+class KnownParameters:
+    """Parameters as they are when a strategy has been laid out."""
 
-    Args:
-        flags: each parameter's name, and whether it was trained then.
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        self._known = [(p, name, p.requires_grad, _count_hooks(p)) for p, name in names.items()]
 
-    Raises:
-        ConfigError: it has.
-    """
-    for parameter, (name, is_trained) in flags.items():
-        if parameter.requires_grad != is_trained:
-            raise ConfigError(
-                f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} when "
-                "the Trainer was made: save(), change the model, and load() into another Trainer"
-            )
+    def check(self) -> None:
+        """Check that the program has neither frozen, freed nor hooked one since.
+
+        Raises:
+            ConfigError: it has.
+        """
+        for parameter, name, is_trained, n_hooks in self._known:
+            if parameter.requires_grad != is_trained:
+                raise ConfigError(
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} "
+                    "when the Trainer was made: save(), change the model, and load() into another "
+                    "Trainer"
+                )
+            if _count_hooks(parameter) > n_hooks:
+                raise ConfigError(
+                    f"{name} has a hook that the Trainer was made without, which would get this "
+                    "rank's part of a gradient: hook the model before, or change gradients after "
+                    "their sum, by trainer.optimizer.register_step_pre_hook"
+                )
 
 
 def _known_optimizer(
