@@ -43,8 +43,9 @@ class Earlier:
         )
 
 
-# How far a planned run is from an earlier one: as on other ranks, by another strategy, or further.
-_SAME, _RANKS, _STRATEGY, _OTHER = range(4)
+# How far a planned run is from an earlier one: as on other ranks, by edited code of users, there
+# too, by another strategy, or further.
+_SAME, _RANKS, _CODE, _CODE_AND_RANKS, _STRATEGY, _OTHER = range(6)
 
 
 def find_earlier(
@@ -109,11 +110,12 @@ def _compare(
     config = config_json(plan.case.config)
     names = continuing.differing(config, first.config)
     unlike = {name: (config.get(name), first.config.get(name)) for name in sorted(names)}
-    n_others = len(names - continuing.strategy_flags)
-    distance = _SAME if not names else _STRATEGY if not n_others else _OTHER + n_others - 1
+    distance = _SAME if not names else _CODE if names == {"code_digest"} else _STRATEGY
+    if n_others := len(names - continuing.strategy_flags):
+        distance = _OTHER + n_others - 1
     if len(plan.ranks) != len(first.ranks):
         unlike["n_ranks"] = (len(plan.ranks), len(first.ranks))
-        distance = max(distance, _RANKS)
+        distance += distance in (_SAME, _CODE)
     return distance, unlike
 
 

@@ -313,6 +313,12 @@ LATER = "begins again, not from step 5 of a"
             f"{LATER}, with seed 1 instead of 0: give the same to go on",
         ),
         ([with_strategy("dp=3", seed=1, steps=7)], None),
+        (
+            [replace(CASE, code_digest="new"), with_strategy("dp=3", code_digest="new")],
+            "the ranks of a go on from step 5, with code_digest new instead of ",
+        ),
+        ([with_strategy("dp=3", code_digest="new"), replace(CASE, code_digest="new")], None),
+        ([replace(CASE, code_digest="new", n_ranks=2), replace(CASE, code_digest="new")], None),
     ],
 )
 def test_a_training_goes_on_by_another_strategy_if_one_run_alone_could(runs, launch, text):
