@@ -91,6 +91,6 @@ def hold_own_loss(task: Task, name: str) -> None:
     for key, bits in kept.items():
         if not torch.equal(changed[key], bits):
             raise ModelError(
-                f"the forward of {name} writes the buffer {key.removeprefix(task.prefix)!r} as "
-                f"labels say, which training without them would not: {_REMEDY}"
+                f"the forward of {name} writes the buffer {key.removeprefix(task.prefix)!r} "
+                f"where it gets labels, and the loss is computed apart from it: {_REMEDY}"
             )

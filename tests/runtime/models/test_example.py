@@ -569,7 +569,7 @@ UNSEEN = {
     "data": (clamped, "from its outputs and labels: compute the loss without numpy"),
     "numpy": (clamped_by_numpy, "from its outputs and labels: compute the loss without numpy"),
     "count": (forgotten, "from its outputs and labels: compute the loss without numpy"),
-    "buffer": (counted, "writes the buffer 'count' as labels say"),
+    "buffer": (counted, "writes the buffer 'count' where it gets labels"),
 }
 
 
