@@ -9,7 +9,7 @@ rounding from errors. The error names the first operator whose output or gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -118,8 +118,9 @@ class _Comparison:
         )
         self._graph = Side(
             self._call_graph,
-            partial(self._of_graph, "named_parameters"),
-            partial(self._of_graph, "named_buffers"),
+            partial(self._of_graph, "named_parameters", dict(root.named_parameters())),
+            # Buffers that the graph lacks keep their values, whatever a hook elsewhere writes.
+            partial(self._of_graph, "named_buffers", {n: b.clone() for n, b in root.named_buffers()}),
         )
 
     def _call_model(self, batch: Batch) -> Any:
@@ -134,10 +135,11 @@ class _Comparison:
         with self._precision.autocast():
             return run.run(*batch.each(torch.clone).inputs)
 
-    def _of_graph(self, kind: str) -> dict[str, Tensor]:
-        """The graph's tensors by the model's names; an export has copies of those it uses."""
+    def _of_graph(self, kind: str, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The graph's tensors by the model's names, or others; an export has copies of those it
+        uses."""
         copies = dict(getattr(self._captured.module, kind)(remove_duplicate=False))
-        return {name: copies.get(name, x) for name, x in getattr(self._task.model, kind)()}
+        return {name: copies.get(name, x) for name, x in others.items()}
 
     def evaluates_alike(self) -> bool:
         """Compare loss, buffers and random states; see the function."""

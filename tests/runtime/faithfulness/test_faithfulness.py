@@ -173,6 +173,22 @@ def test_statistics_that_a_checkpoint_counts_twice_are_no_difference():
         hold(Normed(is_checkpointed=False, momentum=0.3), Normed(is_checkpointed=False))
 
 
+@pytest.mark.parametrize("is_of_weight", [False, True])
+def test_a_buffer_that_a_hook_of_another_module_writes_is_refused(is_of_weight):
+    model = net(lambda self, x: self.second(x).tanh(), with_buffer)
+
+    def count(*_):
+        model.seen += 1
+
+    if is_of_weight:
+        model.second.weight.register_hook(count)
+    else:
+        model.second.register_forward_hook(count)
+    task = task_of(model)
+    with pytest.raises(ModelError, match="its buffer seen differs; the model has a .*hook on "):
+        hold_to_model(task, capture(task, 8, "hooked"), "hooked")
+
+
 def test_a_gradient_that_two_checkpoints_add_to_is_compared_whole():
     """Each of them, being reentrant, ends a backward of its own."""
 
