@@ -116,11 +116,12 @@ class _Comparison:
             lambda: dict(root.named_parameters()),
             lambda: {name: root.get_buffer(name) for name in names},
         )
+        buffers = {name: x.clone() for name, x in root.named_buffers()}
         self._graph = Side(
             self._call_graph,
             partial(self._of_graph, "named_parameters", dict(root.named_parameters())),
             # Buffers that the graph lacks keep their values, whatever a hook elsewhere writes.
-            partial(self._of_graph, "named_buffers", {n: b.clone() for n, b in root.named_buffers()}),
+            partial(self._of_graph, "named_buffers", buffers),
         )
 
     def _call_model(self, batch: Batch) -> Any:

@@ -122,7 +122,13 @@ def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
 
 
 def has_profiled(
-    results: Path, wanted: dict[str, Any], cluster: Cluster, *, file: Path, parts: Sequence[int]
+    results: Path,
+    wanted: dict[str, Any],
+    cluster: Cluster,
+    *,
+    file: Path,
+    parts: Sequence[int],
+    code: str = "",
 ) -> bool:
     """Whether a profile run with these settings has ended ok on these kinds of device.
 
@@ -130,11 +136,13 @@ def has_profiled(
         wanted: settings that its configuration must have.
         file: the profile, which must still exist.
         parts: batch sizes that the profile must hold for each kind of device.
+        code: hash of the user's own code that it must have profiled.
     """
     kinds = {device.kind for device in cluster.devices}
     return _has_samples(file, kinds, parts) and any(
         kinds <= {device.kind for device in header.cluster.devices}
         and _has_settings(header, wanted)
+        and header.summary.get("code_digest", "") == code
         for header, _ in finished_runs(results, "profile")
     )
 

@@ -24,6 +24,7 @@ from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import build_task
 from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import Task
+from harness.runtime.models.user_code import code_digest
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import Need, config_json
 from harness.workloads.common.flags import flag_words
@@ -60,7 +61,8 @@ def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
     def is_met(results: Path, cluster: Cluster) -> bool:
         file = config.path(results)
         parts = part_sizes(config.batch_size, [1, n_parts])
-        return has_profiled(results, wanted, cluster, file=file, parts=parts)
+        code = code_digest(config.model)
+        return has_profiled(results, wanted, cluster, file=file, parts=parts, code=code)
 
     return Need(name="profile", config=config_json(config), is_met=is_met)
 

@@ -26,6 +26,7 @@ from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
+from harness.runtime.models.user_code import code_digest
 from harness.runtime.ranks.gather import (
     broadcast_result,
     gather_numbers,
@@ -119,6 +120,7 @@ class _Profiler:
             "graph": str(graph_beside(self._path)),
             "n_measured": len(self._new),
             "n_known": len(self.profile.measurements) - len(self._new),
+            "code_digest": code_digest(self._config.model),
         }
 
     def _time_optimizer(self) -> None:

@@ -185,7 +185,7 @@ def test_a_buffer_that_a_hook_of_another_module_writes_is_refused(is_of_weight):
     else:
         model.second.register_forward_hook(count)
     task = task_of(model)
-    with pytest.raises(ModelError, match="its buffer seen differs; the model has a .*hook on "):
+    with pytest.raises(ModelError, match=r"its buffer seen differs; the model has a .*hook on "):
         hold_to_model(task, capture(task, 8, "hooked"), "hooked")
 
 

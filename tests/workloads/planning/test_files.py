@@ -111,10 +111,11 @@ def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(tmp_path):
     here = planned_results.launched_cluster(2)
     file = config.path(tmp_path)
 
-    def known(wanted=wanted, cluster=here, file=file, parts=(8, 2)):
-        return has_profiled(tmp_path, wanted, cluster, file=file, parts=parts)
+    def known(wanted=wanted, cluster=here, file=file, parts=(8, 2), code=""):
+        return has_profiled(tmp_path, wanted, cluster, file=file, parts=parts, code=code)
 
     assert known()
+    assert not known(code="edited")
     assert not known(wanted={**wanted, "batch_size": 16})
     assert not known(parts=(8, 3))
     assert not known(file=tmp_path / "gone.json")
