@@ -22,6 +22,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
+from harness.runtime.faithfulness.loss import hold_own_loss
 from harness.runtime.models import loss_parts
 from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
@@ -594,6 +595,23 @@ def test_what_calls_of_torch_do_not_show_of_a_loss_is_refused(change, message):
     with pytest.raises(ModelError, match=message):
         held(task)
     assert model.count == model.n_calls == 0
+
+
+def test_a_loss_that_is_another_each_time_is_not_compared():
+    class Noisy(nn.Linear):
+        generator = torch.Generator().manual_seed(1)
+
+        def forward(self, x, labels=None):
+            logits = super().forward(x + torch.rand(x.shape, generator=self.generator))
+            return {
+                "loss": None if labels is None else F.cross_entropy(logits, labels),
+                "logits": logits,
+            }
+
+    labels = torch.tensor([1, 2, 3])
+    task = task_of("m:f", (Noisy(4, 6), {"x": torch.rand(3, 4), "labels": labels}), OPTIONS)
+    assert isinstance(task, LabelledTask)
+    hold_own_loss(task, "noisy")
 
 
 @pytest.mark.parametrize("form", ["contrast", "hidden"])
