@@ -85,7 +85,7 @@ def hold_own_loss(task: Task, name: str) -> None:
     difference = ""
     for batch, mine, models in zip(batches, found, expected, strict=True):
         if not math.isclose(mine, models, rel_tol=tolerance, abs_tol=tolerance):
-            difference = (
+            difference = difference or (
                 f"the loss of {name} for {len(batch.targets)} samples is {models:.6g}, and "
                 f"{mine:.6g} from its outputs and labels: {_REMEDY}"
             )
