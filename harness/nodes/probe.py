@@ -160,9 +160,11 @@ async def _log_in(
     """Log in and run the probe; retry after a pause if sshd dropped the connection early."""
     loop = asyncio.get_running_loop()
     proxy = found.target.proxy if found.target is not None else ""
+    dropped: Probe | None = None
     for usual_pause_s in (*_PAUSES_S, math.inf):
         async with AsyncExitStack() as attempt:
             async with gates[proxy] if proxy else contextlib.nullcontext():
+                left_s = deadline_s - loop.time()
                 session = await attempt.enter_async_context(
                     open_session(
                         found.host.name, connect_timeout_s=order.timeout_s, shared=order.shared
@@ -174,10 +176,14 @@ async def _log_in(
             pause_s = usual_pause_s * random.uniform(0.5, 1.5)
             is_last = loop.time() + pause_s > deadline_s
             is_dropped = found.login is Login.CLOSED and ssh.was_dropped(session.child.errors)
+            began_late = left_s < order.timeout_s / 2
+            if dropped is not None and began_late and found.login is Login.TIMED_OUT:
+                found = dropped
             if not is_dropped or is_last:
                 stack.push_async_exit(attempt.pop_all().__aexit__)
                 is_in = found.login is Login.OK
                 return await _ask(session, found, order, deadline_s) if is_in else found, session
+            dropped = found
         await asyncio.sleep(pause_s)
     raise AssertionError("the last attempt returns")
 

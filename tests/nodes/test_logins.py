@@ -137,10 +137,19 @@ def test_a_login_that_was_dropped_is_tried_again(tmp_path, monkeypatch):
 
 def test_a_login_that_is_always_dropped_ends_within_its_time(tmp_path, monkeypatch):
     (tmp_path / "drops").write_text("1000")
-    found = look(tmp_path, 'sh -c "$remote"', monkeypatch, timeout_s=4)
+    found = look(tmp_path, 'sh -c "$remote"', monkeypatch, timeout_s=8)
     assert found.login is Login.CLOSED
-    assert found.duration_s < 8
+    assert found.duration_s < 12
     assert "MaxStartups" in finding_of(found).remedy
+
+
+@pytest.mark.parametrize(("pause_s", "login"), [(3.5, Login.CLOSED), (0.1, Login.TIMED_OUT)])
+def test_only_an_attempt_with_enough_time_hangs(pause_s, login, tmp_path, monkeypatch):
+    (tmp_path / "drops").write_text("1")
+    monkeypatch.setattr(f"{probe.__module__}._PAUSES_S", (pause_s,))
+    monkeypatch.setattr(f"{probe.__module__}.random.uniform", lambda *_: 1.0)
+    found = look(tmp_path, "sleep 20", monkeypatch, timeout_s=5)
+    assert found.login is login
 
 
 def test_only_so_many_log_in_through_one_jump_host_at_once(tmp_path, monkeypatch):
