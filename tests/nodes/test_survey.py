@@ -100,8 +100,8 @@ def test_every_host_gets_its_own_verdict_within_one_timeout(fake_ssh, capsys, tm
     before = children()
     names = ["good", "denied", "unknown", "hang", "wedged", "off", "nologin"]
     start_s = time.monotonic()
-    code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "port,login,shell,cpu")
-    assert time.monotonic() - start_s < 4 + 2
+    code, seen = check(capsys, tmp_path, names, "--timeout", "8s", "--only", "port,login,shell,cpu")
+    assert time.monotonic() - start_s < 8 + 4
     assert code == 2
     assert seen["good"]["login"] == "OK"
     assert seen["off"]["port"] == "CRITICAL"
@@ -128,7 +128,7 @@ def test_a_host_that_is_off_is_given_up_long_before_the_timeout(
 def test_a_hung_host_does_not_hold_up_the_others_connections(fake_ssh, capsys, tmp_path):
     # Their addresses are known to the configuration of ssh here, and to nothing on the hosts.
     names = ["alias-a.invalid", "alias-b.invalid", "hang"]
-    code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "login,tcp")
+    code, seen = check(capsys, tmp_path, names, "--timeout", "8s", "--only", "login,tcp")
     assert code == 2
     assert [seen[name]["tcp"] for name in names] == ["OK", "OK", "UNKNOWN"]
 
