@@ -162,8 +162,7 @@ class Trainer:
 
         def make(named: NamedParameters) -> Optimizer:
             self._names = {p: name.removeprefix(task.prefix) for name, p in named}
-            own = [(name, parameter) for parameter, name in self._names.items()]
-            return checked_optimizer(optimizer, own)
+            return checked_optimizer(optimizer, [(name, p) for p, name in self._names.items()])
 
         torch.manual_seed(seed * world.size + world.rank)  # each rank has dropout masks of its own
         # A host's clock never waits for the device, and its marks are dropped after each step.
@@ -183,6 +182,7 @@ class Trainer:
         self._is_mixing = captured.graph.mixing_operator() is not None
         engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
         self._open_engine: ExecutorEngine | None = engine
+        engine.weights.refuse_others(task.model)
         self.samples: Sequence[int] = engine.samples
         self._data = GivenData(task, seed, world, engine.readers)
         counts = samples_per_device(self.strategy, LOSS)

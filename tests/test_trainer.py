@@ -255,6 +255,25 @@ def test_a_parameter_that_is_hooked_later_is_refused(name, is_given):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "use",
+    [
+        copy.deepcopy,
+        nn.Module.state_dict,
+        torch.optim.swa_utils.AveragedModel,
+        lambda model: [p.data.clamp_(-1, 1) for p in model.parameters()],
+    ],
+)
+def test_the_use_of_an_emptied_model_is_refused(use):
+    model, example = make_model()
+    model.unread = nn.Linear(2, 2)
+    with Trainer(model, example, strategy=single(graph(), BATCH), optimizer=torch.optim.SGD):
+        model.zero_grad()
+        with pytest.raises(ConfigError, match="uses its model after the Trainer has emptied it"):
+            use(model)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_parameter_is_freed_by_another_trainer(tmp_path):
     def make(named):
         return torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5)

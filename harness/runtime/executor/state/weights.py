@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from harness.errors import ConfigError
 from harness.runtime.executor.geometry.slices import WeightSlice
 
 # Keys of a captured module's `meta`: names of parameters that are stored in channels-last order;
@@ -16,11 +17,35 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 CHANNELS_LAST = "channels_last"
 IS_REPEATED = "is_repeated"
 
+_READABLE = (
+    "requires_grad", "grad", "is_leaf", "dtype", "device",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+
 
 def move(tensor: Tensor, device: torch.device) -> None:
     """Move a tensor to a device in place."""
     if tensor.device != device:
         tensor.data = tensor.data.to(device)
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter that this rank does not keep: a copy, an average or a change of it would be of
+    nothing, without an error."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        described = getattr(func, "__self__", None)  # of an attribute's getter or setter
+        if getattr(described, "__name__", "") in _READABLE or func is Tensor.requires_grad_:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ConfigError(
+            "the program uses its model after the Trainer has emptied it, because each rank keeps "
+            "only its slices: copy the model before, read trainer.state_dict(), average by "
+            "ema_decay=, and change weights in a post hook of trainer.optimizer's step"
+        )
 
 
 class Weights(nn.Module):
@@ -84,6 +109,13 @@ class Weights(nn.Module):
             for name, buffer in part._buffers.items():
                 if buffer is not None and id(buffer) not in kept:
                     part._buffers[name] = buffer.new_empty(0)
+
+    def refuse_others(self, model: nn.Module) -> None:
+        """Refuse the program's use of the model's parameters that `release_others` has freed."""
+        kept = {id(tensor) for tensor in self.held.values()}
+        for parameter in model.parameters():
+            if id(parameter) not in kept:
+                parameter.__class__ = ReleasedParameter
 
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
         """Parameters that are trained, in the order of the model."""
