@@ -274,6 +274,28 @@ def test_the_use_of_an_emptied_model_is_refused(use):
 
 
 @pytest.mark.usefixtures("alone")
+def test_hooks_of_state_dict_change_no_state(tmp_path):
+    def change(module, state, prefix, metadata):
+        state["renamed"] = state.pop(f"{prefix}table.weight")
+
+    def make():
+        model, example = make_model()
+        model.register_state_dict_post_hook(change)
+        strategy = single(graph(), BATCH)
+        return Trainer(model, example, strategy=strategy, optimizer=make_optimizer)
+
+    with make() as trainer, make() as another:
+        trainer.step(next(trainer.batches(make_data())))
+        trainer.save(tmp_path)
+        another.load(tmp_path)
+        states = trainer.state_dict(), another.state_dict()
+    wanted = make_model()[0].state_dict()
+    assert list(states[0]) == list(wanted)
+    assert not torch.equal(states[0]["table.weight"], wanted["table.weight"])
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_parameter_is_freed_by_another_trainer(tmp_path):
     def make(named):
         return torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5)

@@ -80,7 +80,7 @@ class StateGatherer:
         first = [name for name, _ in parameters if names[name] == name]
         # The optimizer's numbers of parameters count all of the model, whatever its groups.
         self.numbers = {name: number for number, name in enumerate(first)}
-        whole = model.state_dict()
+        whole = _state_of(model)
         state = {n: t.detach() for n, t in whole.items() if n in names}
         # What `get_extra_state` of modules gives, which no graph changes.
         self._extra = {n: x for n, x in whole.items() if n.endswith(_EXTRA_STATE_KEY_SUFFIX)}
@@ -335,6 +335,14 @@ class StateGatherer:
                 key: _part_of(key, values[key], piece, shape) for key in keys & values.keys()
             }
         optimizer.load_state_dict({**optimizer.state_dict(), "state": sliced})
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """A model's `state_dict` before hooks, which may rename tensors or leave them out."""
+    found: dict[str, Any] = {}
+    for path, part in model.named_modules(remove_duplicate=False):
+        part._save_to_state_dict(found, f"{path}." if path else "", keep_vars=False)
+    return found
 
 
 def _of_shape(found: Tensor | None, name: str, shape: torch.Size) -> Tensor:
