@@ -296,6 +296,25 @@ def test_hooks_of_state_dict_change_no_state(tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_buffer_that_a_hook_assigns_is_kept():
+    def count(module, given, output):
+        module.seen = module.seen + output.detach().sum()
+
+    model = Scaled(1.0)
+    model.head.register_buffer("seen", torch.zeros(()))
+    model.head.register_forward_hook(count)
+    plain, example = copy.deepcopy(model), {"x": torch.zeros(2, 4)}
+    strategy = single(capture(task_of("hooked", (model, example), ModelOptions()), 4, "m").graph, 4)
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.rand(4, 4, generator=drawn), torch.arange(4) % 3)
+    with Trainer(model, example, strategy=strategy, optimizer=make_optimizer) as trainer:
+        trainer.step(next(trainer.batches(data)))
+        found = trainer.state_dict()["head.seen"]
+    plain(data.tensors[0])
+    torch.testing.assert_close(found, plain.head.seen)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_parameter_is_freed_by_another_trainer(tmp_path):
     def make(named):
         return torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5)

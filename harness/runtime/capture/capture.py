@@ -16,6 +16,7 @@ from torch import fx, nn
 from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF, LOSS, Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.builder import BY_SOFTMAX, OperatorBuilder
+from harness.runtime.capture.meta_copy import restored_buffers
 from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.capture.operators import Attributes
 from harness.runtime.capture.sample_dims import join_samples
@@ -105,7 +106,7 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     """
     try:
         # Detection of anomalies reads values, which the meta device has not.
-        with torch.autograd.set_detect_anomaly(False):
+        with torch.autograd.set_detect_anomaly(False), restored_buffers(task.model):
             return _capture(task, batch, name)
     except HarnessError:
         raise

@@ -68,6 +68,25 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
 
 
 @contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore a model's buffers after the block, because hooks of its copies may write them."""
+    held = [
+        (part._buffers, name, buffer, buffer._version, buffer.detach().clone())
+        for part in model.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for table, name, buffer, version, value in held:
+            table[name] = buffer
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+@contextmanager
 def forgotten_stand_ins(model: nn.Module) -> Iterator[None]:
     """After the block, clear each `lru_cache` that holds tensors, remove fake and traced ones from
     dicts of the modules and classes of a model's code, and restore attributes of the objects that

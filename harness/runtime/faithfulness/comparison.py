@@ -29,6 +29,7 @@ from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.run.evaluation import evaluating
 from harness.runtime.faithfulness.first_difference import find_first_difference
+from harness.runtime.faithfulness.foreign_hooks import watched_hooks
 from harness.runtime.faithfulness.loss import hold_own_loss
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
@@ -177,8 +178,16 @@ class _Comparison:
                     f"the forward of {self._name} writes its own parameters, which a graph cannot: "
                     f"write them between steps, or {WITHOUT_PLAN}"
                 )
-            if not is_equal(self._train_graph(batches), expected):
+            with watched_hooks(self._captured.module, self._task.model) as used:
+                found = self._train_graph(batches)
+            if not is_equal(found, expected):
                 self._explain(batches)
+            for tensor, operator in used.items():
+                raise ModelError(
+                    f"a hook on {operator} of {self._name} uses {tensor}, which is not of that "
+                    "module, and a strategy may cut it or keep it elsewhere: let a hook use its "
+                    f"own module alone, compute this in forward, or {WITHOUT_PLAN}"
+                )
             self._check_counters(batches[:1])
 
     def _check_counters(self, batches: Sequence[Batch]) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from harness.errors import ModelError, first_line
 from harness.inputs import one_line
-from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
+from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins, restored_buffers
 from harness.runtime.models.closures import copy_closures
 from harness.runtime.models.example import BoundInputs, Example
 from harness.runtime.models.loss_split import (
@@ -199,6 +199,11 @@ def _prepare(name: str, model: nn.Module) -> None:
 def _run_once(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -> ModelRun:
     """Call a model on fake tensors, or a copy of it on real ones if its control flow reads
     values."""
+    with restored_buffers(model):
+        return _run_copy(name, model, tensors, remedy)
+
+
+def _run_copy(name: str, model: nn.Module, tensors: list[Tensor], remedy: str) -> ModelRun:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         given = [fake(x, mode) for x in tensors]

@@ -53,6 +53,11 @@ def net(middle=None, prepare=None, base=Net):
     return made
 
 
+def with_norm(made):
+    made.norm = nn.BatchNorm1d(WIDTH)
+    with_buffer(made.norm)
+
+
 def with_buffer(made):
     made.register_buffer("seen", torch.zeros(WIDTH))
     made.n_calls = 0
@@ -187,6 +192,22 @@ def test_a_buffer_that_a_hook_of_another_module_writes_is_refused(is_of_weight):
     task = task_of(model)
     with pytest.raises(ModelError, match=r"its buffer seen differs; the model has a .*hook on "):
         hold_to_model(task, capture(task, 8, "hooked"), "hooked")
+
+
+@pytest.mark.parametrize("name", ["register_forward_hook", "register_full_backward_hook"])
+def test_a_hook_that_uses_another_operator_is_refused(name):
+    model = net(lambda self, x: self.second(self.norm(x)), with_norm)
+
+    def count(*_):
+        model.norm.seen.add_(1)
+
+    getattr(model.second, name)(count)
+    task = task_of(model)
+    captured = capture(task, 8, "hooked")
+    assert not model.norm.seen.any()  # by what capture runs
+    message = r"a hook on second of hooked uses norm\.seen, which is not of"
+    with pytest.raises(ModelError, match=message):
+        hold_to_model(task, captured, "hooked")
 
 
 def test_a_gradient_that_two_checkpoints_add_to_is_compared_whole():

@@ -46,6 +46,7 @@ from harness.runtime.executor.shards.regions import Crop, Region, assembled
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
 from harness.runtime.executor.state.weights import Weights, move
 from harness.runtime.models.task import Task
+from harness.runtime.tracing.hooks import has_own_hooks
 
 # Kinds of operators whose gradient of a weight may be a view of that of their output.
 _VIEWING = ("other", "elementwise", "add", "flatten", "cat")
@@ -254,7 +255,7 @@ class SegmentBuilder:
         if getattr(module, "sparse", False):
             module = copy.copy(module)
             module.sparse = False  # type: ignore[assignment]
-        if operator.attrs.get("writes_buffers"):
+        if operator.attrs.get("writes_buffers") or any(map(has_own_hooks, module.modules())):
             module = KeepsBuffers(module)
         return KeepsGradients(module) if is_untraced else module
 
