@@ -209,32 +209,36 @@ class OwnData(BatchedData):
         return DataError(f"sample {index} of {self._name} {problem}")
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
-        indices = [number % len(self) for number in numbers]
+        indices, others = [number % len(self) for number in numbers], ""
+        found: list[Any] = []
         try:
             if self._is_drawn:
-                found: Sequence[Any] = self._drawn(numbers)
+                read: Iterable[Any] = self._drawn(numbers)
             elif hasattr(self._samples, "__getitems__"):
-                found = self._samples.__getitems__(indices)
+                others = "or another of its batch " if len(indices) > 1 else ""
+                read = self._samples.__getitems__(indices)
             else:
-                found = [self._samples[index] for index in indices]
-            return [self._named(x) for x in found]
+                read = (self._samples[index] for index in indices)
+            for sample in read:
+                found.append(self._named(sample))
         except HarnessError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(first_line(error))}"
-            raise self._error(indices[0], f"or one near it cannot be read ({reason})") from error
+            problem = f"{others}cannot be read ({reason})"
+            raise self._error(indices[len(found)], problem) from error
+        return found
 
-    def _drawn(self, numbers: list[int]) -> list[Any]:
+    def _drawn(self, numbers: list[int]) -> Iterator[Any]:
         """Samples whose reading draws random numbers."""
-        before, found = RandomSources(), []
+        before = RandomSources()
         try:
             for number in numbers:
                 digest = hashlib.blake2b(f"{self._seed} {number}".encode(), digest_size=4)
                 seed_all(int.from_bytes(digest.digest()))
-                found.append(self._samples[number % len(self)])
+                yield self._samples[number % len(self)]
         finally:
             before.restore()
-        return found
 
     def _named(self, sample: Any) -> Any:
         """The values by name of a dict, or of a pair of a dict and the label."""

@@ -363,6 +363,14 @@ def noisy(draw, seed=0):
     return OwnData("data", Noisy(TensorDataset(NUMBERS, WORDS[:, 0] % 2), draw), TASK, seed)
 
 
+@pytest.mark.parametrize("draw", [lambda: 0.0, random.random])
+def test_the_sample_of_a_batch_that_cannot_be_read_is_named(draw):
+    data = noisy(draw)
+    data._samples[4] = (None, 1)
+    with pytest.raises(DataError, match=r"^sample 4 of data cannot be read \(TypeError: unsupp"):
+        data.__getitems__([1, N + 4, 2])
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(draw):
     """Whatever a rank has read and drawn before; training's own numbers stay."""
