@@ -182,7 +182,7 @@ class Trainer:
         self._is_mixing = captured.graph.mixing_operator() is not None
         engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
         self._open_engine: ExecutorEngine | None = engine
-        engine.weights.refuse_others(task.model)
+        engine.weights.refuse_others(task.model, engine.owners.freed)
         self.samples: Sequence[int] = engine.samples
         self._data = GivenData(task, seed, world, engine.readers)
         counts = samples_per_device(self.strategy, LOSS)

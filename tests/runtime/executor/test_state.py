@@ -1,5 +1,6 @@
 """A training goes on from its whole state, gathered or in files, under another strategy."""
 
+import copy
 import os
 
 import msgspec
@@ -220,6 +221,21 @@ def test_a_buffer_that_repeats_its_rows_keeps_its_values():
     weights.hold(WeightSlice.whole("rows", model.rows), model.rows)
     weights.allocate()
     assert model.rows.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, torch.nn.Module.state_dict])
+def test_a_copy_of_weights_without_memory_is_refused(use):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    weights, piece = (
+        Weights(model, torch.device("cpu")),
+        WeightSlice.whole("0.weight", model[0].weight),
+    )
+    weights.hold(piece, model[0].weight)
+    weights.refuse_others(model, [])
+    use(model)
+    weights.refuse_others(model, [piece])
+    with pytest.raises(ConfigError, match=r"emptied it, .*read trainer\.state_dict\(\)"):
+        use(model)
 
 
 def test_a_constant_of_a_graph_stays_with_the_program_that_made_it():

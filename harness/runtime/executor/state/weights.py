@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,19 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        described = getattr(func, "__self__", None)  # of an attribute's getter or setter
-        if getattr(described, "__name__", "") in _READABLE or func is Tensor.requires_grad_:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise ConfigError(
-            "the program uses its model after the Trainer has emptied it, because each rank keeps "
-            "only its slices: copy the model before, read trainer.state_dict(), average by "
-            "ema_decay=, and change weights in a post hook of trainer.optimizer's step"
-        )
+        read = getattr(getattr(func, "__self__", None), "__name__", "")  # of an attribute's getter
+        if read not in _READABLE and func is not Tensor.requires_grad_:
+            _refuse_use()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_use(*_: object) -> NoReturn:
+    raise ConfigError(
+        "the program uses its model after the Trainer has emptied it, because each rank keeps only "
+        "its slices: copy the model before, read trainer.state_dict(), average by ema_decay=, and "
+        "change weights in a post hook of trainer.optimizer's step"
+    )
 
 
 class Weights(nn.Module):
@@ -110,12 +114,19 @@ class Weights(nn.Module):
                 if buffer is not None and id(buffer) not in kept:
                     part._buffers[name] = buffer.new_empty(0)
 
-    def refuse_others(self, model: nn.Module) -> None:
-        """Refuse the program's use of the model's parameters that `release_others` has freed."""
+    def refuse_others(self, model: nn.Module, freed: Collection[WeightSlice]) -> None:
+        """Refuse the program's use of the model's parameters that `release_others` has freed.
+
+        Args:
+            freed: slices without memory between their uses, which a copy of the model would read.
+        """
         kept = {id(tensor) for tensor in self.held.values()}
         for parameter in model.parameters():
             if id(parameter) not in kept:
                 parameter.__class__ = ReleasedParameter
+        for part in model.modules() if freed else ():
+            part.register_state_dict_pre_hook(_refuse_use)
+            vars(part)["__deepcopy__"] = _refuse_use
 
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
         """Parameters that are trained, in the order of the model."""
