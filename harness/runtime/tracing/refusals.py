@@ -78,8 +78,8 @@ _CONSTRUCTS = (
     ),
     (
         r"Cannot copy out of meta tensor",
-        "forward moves a tensor to the CPU",
-        "leave it on the device of its input",
+        "forward moves a tensor to the CPU, or a hook uses a tensor of another module",
+        "leave it on the device of its input, and let a hook use its own module alone",
     ),
     (
         r"_will_engine_execute_node|element 0 of tensors does not require grad",

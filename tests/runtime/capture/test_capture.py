@@ -297,6 +297,13 @@ def test_a_refusal_names_the_error_of_a_module_that_would_be_kept_whole():
         capture(task_on(model), 6, "unmasked")
 
 
+def test_a_refusal_names_a_hook_that_uses_a_weight_of_another_module():
+    net = Net(lambda net, x: x.tanh())
+    net.first.register_forward_hook(lambda *of_first: of_first[2] + net.last.weight.sum())
+    with pytest.raises(ModelError, match="or a hook uses a tensor of another module"):
+        capture(task_on(net), 6, "hooked")
+
+
 def test_detection_of_anomalies_is_off_during_capture():
     with torch.autograd.set_detect_anomaly(True):
         captured = capture(task_on(nn.Linear(4, 4)), 6, "linear")
