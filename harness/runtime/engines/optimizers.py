@@ -201,8 +201,8 @@ class KnownParameters:
             if parameter.requires_grad != is_trained:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} "
-                    "when the Trainer was made: save(), change the model, and load() into another "
-                    "Trainer"
+                    "when the Trainer was made: save(), make the model again, change that one, and "
+                    "load() into another Trainer"
                 )
             if _count_hooks(parameter) > n_hooks:
                 raise ConfigError(
