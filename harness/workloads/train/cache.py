@@ -20,7 +20,6 @@ from harness.runtime.ranks.gather import (
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.setup import Training
 
 if TYPE_CHECKING:
@@ -97,11 +96,18 @@ class TrainingCache:
             self._recording.tap.begin(samples)
 
     def start(
-        self, step: int, n_frozen: int, elastic: ElasticExecutor, planner: NextPlanner, n_left: int
+        self,
+        step: int,
+        n_frozen: int,
+        elastic: ElasticExecutor,
+        still_s: Callable[[PairBytes], float],
+        n_left: int,
     ) -> Start:
         """Choose the start of an engine that trains from a step on.
 
         Args:
+            still_s: predicts how long training stands still for a change that moves so many bytes;
+                called on rank 0 only.
             n_left: measured steps from then on.
         """
         from harness.runtime.executor.cache.activations import Tap
@@ -109,7 +115,7 @@ class TrainingCache:
         n_skipped, recording = self.n_skipped, self._recording
         if recording is not None and recording.n_frozen <= n_frozen:
             is_complete = step >= recording.since + self._n_steps_per_epoch
-            if is_complete and self._is_worth(recording, elastic, planner, n_left):
+            if is_complete and self._is_worth(recording, elastic, still_s, n_left):
                 n_skipped = recording.n_frozen
         if n_skipped > n_frozen:  # the layers are trained again
             n_skipped = 0
@@ -223,10 +229,10 @@ class TrainingCache:
         self,
         recording: _RecordedFreeze,
         elastic: ElasticExecutor,
-        planner: NextPlanner,
+        still_s: Callable[[PairBytes], float],
         n_left: int,
     ) -> bool:
-        """Whether reading is faster than computing, by the time of both on the slowest rank."""
+        """Whether reading gains more than the change costs, by the times of the slowest rank."""
         if recording.n_frozen in self._refused:
             return False
         if self._case.cache == "on" or recording.is_worth is not None:
@@ -238,14 +244,14 @@ class TrainingCache:
         survey = self._activations.survey(values, world)
         readers = [rank for rank in range(world.size) if survey.held[rank].any()]
         pair_bytes = survey.n_bytes(readers)
-        fill_s = broadcast_result(lambda: planner.predict_change_s(pair_bytes), float, world)
+        change_s = broadcast_result(lambda: still_s(pair_bytes), float, world)
         forward_s, read_s = maximum_over_ranks(
             [recording.tap.step_s(), self._read_s(values)], world
         )
-        recording.is_worth = fill_s < (forward_s - read_s) * n_left
+        recording.is_worth = change_s < (forward_s - read_s) * n_left
         text = (
             f"their forward takes {format_duration(forward_s)} a step, reading "
-            f"{format_duration(read_s)}, filling the cache {format_duration(fill_s)} once, with "
+            f"{format_duration(read_s)}, the change {format_duration(change_s)} once, with "
             f"{n_left} steps left"
         )
         if not recording.is_worth:

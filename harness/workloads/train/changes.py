@@ -152,7 +152,7 @@ class StrategyChanges:
         if cache is not None:
             first_step = max(step, due.step or 0)
             n_left = self._n_steps - first_step
-            start = cache.start(first_step, n_frozen, elastic, self._planner, n_left)
+            start = cache.start(first_step, n_frozen, elastic, self._still_s, n_left)
         if start.n_skipped < (due.n_skipped or 0):
             if start.tap is not None:
                 return  # more layers have frozen, whose outputs are not complete
@@ -261,6 +261,10 @@ class StrategyChanges:
             for (source, target), n in sorted(pairs.items()):
                 sample(metric, n, source=source, target=target)
         return transfer_s
+
+    def _still_s(self, pair_bytes: PairBytes) -> float:
+        """Predict how long training stands still for a change that moves so many bytes; rank 0."""
+        return self._current.still_s + self._planner.predict_change_s(pair_bytes)
 
     def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:
         """The simulated step before and after a change, on rank 0."""

@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import planned_results
 import pytest
 import train_on_ranks
@@ -22,7 +24,9 @@ from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
+from harness.runtime.executor.cache.activations import Activations, HeldRows
 from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.train import cache
 from harness.workloads.train.cache import TrainingCache, _RecordedFreeze
 from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase
@@ -254,6 +258,26 @@ def test_a_cache_is_not_judged_before_a_step_is_timed():
     recording = _RecordedFreeze(n_frozen=2, since=0, tap=SimpleNamespace(n_steps=0))
     assert not kept._is_worth(recording, None, None, 5)
     assert (recording.is_worth, kept._refused) == (None, set())
+
+
+@pytest.mark.parametrize(("still_s", "is_worth"), [(4.9, True), (5.1, False)])
+def test_a_cache_must_gain_more_than_its_change_stands_still(monkeypatch, still_s, is_worth):
+    """Ten steps are left, and each gains half a second."""
+    monkeypatch.setattr(cache, "broadcast_result", lambda make, *_: make())
+    monkeypatch.setattr(cache, "maximum_over_ranks", lambda values, _: values)
+    kept = object.__new__(TrainingCache)
+    kept._case, kept._refused = replace(CASE, freeze="schedule", cache="auto"), set()
+    kept._context = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, is_first=True))
+    kept._activations = Activations(1, 0, Path())
+    monkeypatch.setattr(Activations, "survey", lambda *_: HeldRows((), np.zeros((1, 0, 1)), {}))
+    changes = object.__new__(StrategyChanges)
+    changes._current = Current(planned=None, still_s=still_s)
+    changes._planner = SimpleNamespace(predict_change_s=lambda pair_bytes: 0.0)
+    tap = SimpleNamespace(n_steps=1, step_s=lambda: 0.5)
+    elastic = SimpleNamespace(values_at=lambda n_frozen: ())
+    recording = _RecordedFreeze(n_frozen=2, since=0, tap=tap)
+    assert kept._is_worth(recording, elastic, changes._still_s, 10) is is_worth
+    assert kept._refused == (set() if is_worth else {2})
 
 
 def test_bytes_are_predicted_exactly(trained):
