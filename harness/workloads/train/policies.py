@@ -272,6 +272,7 @@ class SurvivalPolicy(Policy):
     def __init__(self, inputs: PolicyInputs) -> None:
         self._inputs, world = inputs, inputs.context.world
         self._search, self._rank = BesideSearch(), 0
+        inputs.searches.append(self._search)
         self._first: dict[int, Strategy] = {}
         is_planned = world.is_first and world.size > 1 and inputs.case.sync_every == 1
         self._left = deque(range(world.size) if is_planned else ())

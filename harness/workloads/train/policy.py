@@ -1,6 +1,6 @@
 """The reasons to change a running training's strategy: a policy's inputs and its answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -9,7 +9,7 @@ from harness.domain.strategy import Strategy
 from harness.runtime.ranks.world import Context
 from harness.workloads.train.cache import TrainingCache
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.next_plan import NextPlanner
+from harness.workloads.train.next_plan import BesideSearch, NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.setup import Training
 
@@ -90,6 +90,7 @@ class PolicyInputs:
         training: before the first step.
         start: the plan with which training began, in an earlier run if this one continues it.
         cache: None with --cache off.
+        searches: of all policies.
     """
 
     case: TrainCase
@@ -99,3 +100,4 @@ class PolicyInputs:
     start: Planned
     current: Current
     cache: TrainingCache | None
+    searches: list[BesideSearch] = field(default_factory=list)

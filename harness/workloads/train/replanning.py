@@ -104,7 +104,12 @@ class DriftPolicy(Policy):
             return None
         if self._is_searching:
             return self._answer(step)
-        means_s = gather_numbers(self._times.mean_s or 0.0, self._world)
+        is_disturbed = any(search.is_running for search in self._inputs.searches)
+        mean_s = math.inf if is_disturbed else self._times.mean_s or 0.0
+        means_s = gather_numbers(mean_s, self._world)
+        if math.inf in means_s:  # by another policy's search, on rank 0
+            self._times.reset()
+            return None
         if self._speeds.take(means_s):
             drift = largest_drift(self._planned_for, self._speeds.now)
             if drift > self._inputs.case.drift_threshold:
@@ -224,6 +229,7 @@ class ShrinkPolicy(Policy):
     def __init__(self, inputs: PolicyInputs) -> None:
         case, start = inputs.case, inputs.start.strategy
         self._inputs, self._search = inputs, BesideSearch()
+        inputs.searches.append(self._search)
         self._rule: AutoPipe | None = None
         if inputs.context.world.is_first and case.shrink == "search":
             self._search.warm_up()

@@ -92,7 +92,9 @@ def alone(monkeypatch):
         set_speeds=lambda speeds: None,
         search_again=lambda n_frozen, start, n_skipped: (start, n_frozen, n_skipped),
     )
-    inputs = SimpleNamespace(case=CASE, current=current, context=context, planner=planner)
+    inputs = SimpleNamespace(
+        case=CASE, current=current, context=context, planner=planner, searches=[]
+    )
     return DriftPolicy(inputs), current, asked, answers
 
 
@@ -116,6 +118,19 @@ def test_a_search_begins_anew_when_layers_have_frozen_meanwhile(alone):
         answers += ["for all layers"] * (number == 85)
         assert policy.due(number) is None
     assert asked == [("ddp", 0, 0), ("ddp", 2, 0)]
+
+
+def test_another_policys_search_is_no_drift(alone):
+    """It ends after step 55, and slows this rank."""
+    policy, _, asked, _ = alone
+    other = BesideSearch()
+    policy._inputs.searches.append(other)
+    for number in range(1, 100):
+        other._asked = number <= 55 or None
+        policy._times.take(step(number, ("forward", 1.0 + (number <= 55))))
+        assert policy.due(number) is None
+    assert policy._speeds.now == pytest.approx([1.0], rel=0.01)
+    assert not asked
 
 
 def test_drift_counts_alike_up_and_down():

@@ -148,7 +148,7 @@ def test_ranks_that_are_left_without_a_pipeline_train_on_without_its_rule(contin
     inputs = SimpleNamespace(
         case=replace(CASE, shrink="pipetransformer", continues=continues),
         start=SimpleNamespace(strategy=strategy), current=SimpleNamespace(n_frozen=1),
-        context=SimpleNamespace(world=SimpleNamespace(is_first=True)),
+        context=SimpleNamespace(world=SimpleNamespace(is_first=True)), searches=[],
     )  # fmt: skip
     if not continues:
         with pytest.raises(StrategyError, match="two stages or more"):
@@ -166,7 +166,7 @@ def test_the_model_is_planned_again_as_layers_freeze_and_are_cached(monkeypatch)
     inputs = SimpleNamespace(
         case=replace(CASE, shrink="search"), start=current.planned, current=current,
         training=SimpleNamespace(n_steps=50),
-        context=SimpleNamespace(world=SimpleNamespace(is_first=True)),
+        context=SimpleNamespace(world=SimpleNamespace(is_first=True)), searches=[],
     )  # fmt: skip
     asked, is_done = [], iter([0.0, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr(replanning.BesideSearch, "warm_up", lambda self: None)
