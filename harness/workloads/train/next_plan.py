@@ -278,7 +278,7 @@ class BesideSearch:
         line = answers.readline()
         self._asked.close()
         self._asked = None
-        if line:
+        if line.endswith(b"\n"):  # else it has died, perhaps within the answer
             return msgspec.json.decode(line, type=FoundAgain)
         code = self._process.wait()
         self.close()

@@ -7,6 +7,7 @@ from made_graphs import layers, unlike_cluster
 from harness.plan import builders
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
+from harness.workloads.train import next_plan
 from harness.workloads.train.next_plan import BesideSearch
 
 
@@ -51,6 +52,13 @@ def test_a_search_beside_training_answers_as_one_in_this_process():
     assert answer_of(search) == found
     assert search._process is process
     search.close()
+
+
+def test_a_search_that_dies_within_its_answer_has_none(monkeypatch):
+    monkeypatch.setattr(next_plan, "_COMMAND", ("sh", "-c", "printf '{\"step_s\"'; exit 9"))
+    search = BesideSearch()
+    search.start(request())
+    assert answer_of(search).error == "the search beside training ended with exit code 9"
 
 
 def test_a_search_without_a_plan_says_so():
