@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
+
 from harness.domain.run import RunHeader
 from harness.measure.derive.settings import changing_flags
-from harness.measure.derive.spans import samples_of
+from harness.measure.derive.spans import COMPUTING, samples_of
 from harness.measure.derive.steps import change_times
 from harness.measure.derive.timeline import clock_offsets
-from harness.measure.rank_records import KIND_CODES, Records
+from harness.measure.rank_records import KIND_CODES, Records, Spans
 from harness.measure.store import Run
 
 # Flags of runs that have a goodput, beside those that change the strategy.
@@ -87,17 +89,29 @@ def step_clock(run: Run) -> StepClock | None:
 
 
 def _steps(run: Run) -> list[tuple[int, tuple[float, float]]]:
-    """Start and end of each step on rank 0's clock, of the first rank that recorded it: rank 0
-    may die before its last record is written."""
+    """Start and end of each step on rank 0's clock, of the first rank that computed and recorded
+    it: rank 0 may die before its last record is written, and a rank that idles runs ahead."""
     offsets, found = clock_offsets(run), dict[int, tuple[float, float]]()
     for rank, records in sorted(run.ranks.items()):
         spans = Records.of(records).columns
-        is_step = spans.kind == KIND_CODES["step"]
+        is_step = (spans.kind == KIND_CODES["step"]) & ~_is_idle(spans)[spans.group]
         starts_s = spans.start_s[is_step] - (offsets[rank].offset_s if rank in offsets else 0.0)
         ends_s = starts_s + spans.duration_s[is_step]
         times = zip(starts_s.tolist(), ends_s.tolist(), strict=True)
         found = dict(zip(spans.steps[spans.group[is_step]].tolist(), times, strict=True)) | found
     return sorted(found.items())
+
+
+def _is_idle(spans: Spans) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Whether the rank computes nothing, by step; without details, as in the step before."""
+    n_steps = len(spans.steps)
+    is_computing = np.isin(spans.kind, [KIND_CODES[kind] for kind in COMPUTING])
+    n_spans, n_computing = (
+        np.bincount(group, minlength=n_steps) for group in (spans.group, spans.group[is_computing])
+    )
+    known = np.maximum.accumulate(np.where(n_spans > 1, np.arange(n_steps), -1))
+    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (known >= 0) & (n_computing[known] == 0)
+    return found
 
 
 def continued_runs(headers: Iterable[RunHeader]) -> list[tuple[str, ...]]:

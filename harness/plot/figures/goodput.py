@@ -63,8 +63,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 FIGURE = Figure(
     caption=(
         "The time of a training from its first measured step to its last, over all runs of which "
-        "each continues the one before, on rank 0 (a step that it did not live to record: on the "
-        "first rank that did). Goodput is the share of the blue part: steps "
+        "each continues the one before; a step on the first rank that computed in it and lived to "
+        "record it, all else on rank 0. Goodput is the share of the blue part: steps "
         "whose result was kept, each counted once. A step that a later run trained again is not "
         "counted. A restart lasts from the last step of a run to the first measured step of the "
         "next; it contains the time in which the loss of a rank is noticed, the loading of the "

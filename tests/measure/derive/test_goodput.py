@@ -1,5 +1,7 @@
 """The time of a training that several runs took, in parts."""
 
+from itertools import chain
+
 from made_runs import run_of
 
 from harness.domain.record import Sample, Span
@@ -82,6 +84,24 @@ def test_a_step_counts_that_rank_0_did_not_live_to_record():
     found = goodput(("a", "b"), {"a": clock, "b": step_clock(then)})
     assert (found.n_steps, found.n_repeated, found.steps_s) == (5, 0, 5.0)
     assert found.restarting_s == 33 - 5.25
+
+
+def test_a_rank_that_idles_has_trained_no_step():
+    """Rank 0 idles from step 2 on, and is two steps ahead when another is lost in step 4."""
+
+    def step(number, duration_s, *kinds):
+        return [
+            Span(kind=kind, step=number, start_s=10.0 * number, duration_s=duration_s)
+            for kind in ("step", *kinds)
+        ]
+
+    computing = [step(number, 8.0, "forward", "optimizer") for number in range(4)]
+    idle = [step(2, 0.5, "optimizer"), *(step(number, 0.5) for number in range(3, 6))]
+    ranks = [[*computing[:2], *idle], computing]
+    lost = run_of(*map(list, map(chain.from_iterable, ranks)), run_id="a", config={"survive": True})
+    then = trained("b", "00:50", range(4, 6), continues="a")
+    found = goodput(("a", "b"), {"a": step_clock(lost), "b": step_clock(then)})
+    assert (found.n_steps, found.n_repeated, found.steps_s) == (6, 0, 34.0)
 
 
 def test_a_run_without_saves_and_changes_has_none():
