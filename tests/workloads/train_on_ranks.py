@@ -22,6 +22,7 @@ from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
 from harness.plan.again import FoundAgain, SearchAgain, search_again
+from harness.runtime.devices.random_sources import RandomSources
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor import engine
 from harness.runtime.executor.state.files import load_sharded
@@ -351,6 +352,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             "digest": summary["parameters_digest"],
             "losses": [r.value for r in samples_of(records, "loss")],
             "spans": [r.name for r in spans_of(records) if r.kind == "change"],
+            "random": RandomSources().digests(),
         }
         if case.controlled and context.world.is_first:
             found[name]["answer"] = msgspec.to_builtins(read_answer(context.run_dir, request))

@@ -25,6 +25,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import DataError, HarnessError, StrategyError
 from harness.inputs import read_file
 from harness.measure.store import write_atomically
+from harness.runtime.engines.standstill import kept_alike
 from harness.runtime.ranks.gather import (
     broadcast_result,
     gather_numbers,
@@ -58,6 +59,7 @@ _Sample = Callable[..., None]
 class StrategyChanges:
     """The changes of one run; all ranks construct it before the first step."""
 
+    @kept_alike(())  # planning captures the model, whose dropout draws
     def __init__(
         self, case: TrainCase, context: Context, planned: Planned, training: Training
     ) -> None:
@@ -245,7 +247,10 @@ class StrategyChanges:
             training = replace(training, data=self._cache.data_for(engine))
         now = self._current
         planned, first = due.planned or now.planned, step + self._case.warm_up
-        training = continue_by(training, self._case, self._context.world, engine, planned, first)
+        with kept_alike(()):  # a loader draws a seed from the generator of dropout
+            training = continue_by(
+                training, self._case, self._context.world, engine, planned, first
+            )
         now.planned, now.n_skipped = planned, engine.prefix.n_skipped
         if due.n_frozen is not None:
             now.n_frozen = due.n_frozen

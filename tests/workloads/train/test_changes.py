@@ -128,8 +128,10 @@ def strategies_after(trained, name):
 
 @pytest.mark.parametrize("name", ["changed", "controlled", "other model"])
 def test_a_change_alters_no_loss(trained, name):
-    wanted = trained[0]["unchanged"]["losses"]
-    assert trained[0][name]["losses"] == pytest.approx(wanted, abs=1e-5)  # fp32
+    """Nor does it draw random numbers, which dropout would draw."""
+    found, wanted = trained[0][name], trained[0]["unchanged"]
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)  # fp32
+    assert found["random"] == wanted["random"]
 
 
 def test_every_change_is_recorded(trained):
@@ -205,6 +207,7 @@ def test_a_cached_run_equals_the_uncached_one_bit_for_bit(trained):
     the outputs of 2 layers are the start when 3 are frozen, under the next strategy, too."""
     for rank in (0, 1):
         found, wanted = trained[rank]["cached"], trained[rank]["uncached"]
+        assert found["random"] == wanted["random"]
         assert found["losses"] == wanted["losses"]
         assert found["digest"] == wanted["digest"]
         bytes_on = {
