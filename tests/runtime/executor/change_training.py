@@ -193,6 +193,23 @@ def _with_a_fault(world: World) -> Any:
     return faulty
 
 
+def running_means(changing: ChangingCase, world: World) -> dict[bool, list[list[float]]]:
+    """Train a case with its changes; this rank's running means, by whether a layer is frozen."""
+    training, at = Changing(changing, world), dict(changing.changes)
+    for step in range(changing.case.n_steps):
+        if step in at:
+            training.change(at[step], step)
+        training.step()
+    layers = training.elastic.layers[: changing.frozen_at(changing.case.n_steps)]
+    frozen = {name for layer in layers for name in layer.modules}
+    found: dict[bool, list[list[float]]] = {True: [], False: []}
+    for piece, tensor in sorted(training.elastic.engine.weights.held.items()):
+        module, _, name = piece.name.rpartition(".")
+        if name == "running_mean":
+            found[module in frozen].append(tensor.tolist())
+    return found
+
+
 class Freed(NamedTuple):
     """Bytes that freezing has freed on one rank, and whether frozen parameters kept their bits."""
 

@@ -9,6 +9,7 @@ from change_training import (
     change_with_a_fault,
     freeze_and_count,
     layer_norms,
+    running_means,
     survive_the_last_change,
 )
 from equivalence_models import small_graph
@@ -190,6 +191,14 @@ def test_frozen_layers_keep_their_bits_and_lose_gradients_and_optimizer_state(ra
         assert found.is_bit_equal
         assert found.freed_state_bytes == found.frozen_bytes  # momentum
         assert found.freed_bucket_bytes == found.frozen_bytes
+
+
+def test_replicas_of_a_frozen_layer_have_the_statistics_of_rank_0(ranks):
+    """Until then, each has those of its own samples."""
+    changing = changing_case("resnet18", (2, "ddp"), (2, "ddp"), frozen=(3,), batch_norm="local")
+    first, second = ranks.run(2, running_means, changing)
+    assert first[True] == second[True] != []
+    assert all(one != other for one, other in zip(first[False], second[False], strict=True))
 
 
 def test_gradient_norms_of_layers_are_those_of_one_device(ranks):

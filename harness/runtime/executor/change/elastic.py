@@ -281,6 +281,9 @@ class ElasticExecutor:
             engine.close()
             raise
         engine.take_over(old)
+        newly_frozen = self.layers[old.prefix.n_frozen : engine.prefix.n_frozen]
+        modules = {name for layer in newly_frozen for name in layer.modules}
+        engine.held_state().gatherer.agree_on_buffers(modules)  # else ranks compute unlike outputs
         old.close()
         self.engine = engine
         vars(old).clear()  # at once, although its objects form reference cycles

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -164,16 +164,28 @@ class StateGatherer:
     def agreeing_buffers(self) -> Iterator[None]:
         """Let this rank's buffers, such as statistics of its own samples, be those of
         `model_state`; all ranks must call it."""
-        held = self._model_parts(is_of_replica=True).items()
-        parts = {p: x for p, x in held if self._model_name(p) not in self.numbers}
-        own, whole = {p: x.clone() for p, x in parts.items()}, self.whole(parts)
-        for piece, buffer in parts.items():
-            buffer.copy_(piece.take(whole[self._model_name(piece)]))
+        parts = self._buffers()
+        own = {p: x.clone() for p, x in parts.items()}
+        self._agree_on(parts)
         try:
             yield
         finally:
             for piece, buffer in parts.items():
                 buffer.copy_(own[piece])
+
+    def agree_on_buffers(self, modules: Collection[str]) -> None:
+        """The same for good, for the buffers of some modules, by their names in the graph."""
+        parts = self._buffers().items()
+        self._agree_on({p: x for p, x in parts if p.name.rpartition(".")[0] in modules})
+
+    def _buffers(self) -> dict[WeightSlice, Tensor]:
+        held = self._model_parts(is_of_replica=True).items()
+        return {p: x for p, x in held if self._model_name(p) not in self.numbers}
+
+    def _agree_on(self, parts: Parts) -> None:
+        whole = self.whole(parts)
+        for piece, tensor in parts.items():
+            tensor.copy_(piece.take(whole[self._model_name(piece)]))
 
     def _optimizer_parts(self, optimizer: Optimizer) -> Iterator[StatePart]:
         for piece, parameter in self._owners.own.items():
