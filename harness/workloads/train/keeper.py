@@ -164,7 +164,9 @@ def find_state(run_dir: Path, fetch: Fetch) -> tuple[int, Path] | None:
         except ResultsError as error:
             problems.append(error)
     if problems:
-        _log.warning("no state of %s is whole: %s", run_dir.name, problems[0])
+        _log.warning(
+            "no state of %s is whole, so its steps are trained again: %s", run_dir.name, problems[0]
+        )
     return None
 
 
